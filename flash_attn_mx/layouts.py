@@ -1,0 +1,117 @@
+"""Orders of MX scale bytes in memory: `plain` (one byte per block, row-major) and `swizzled128x4`.
+
+`swizzled128x4` is the order that the block-scaled tensor-core MMA loads (cuBLAS, cuDNN F8_128x4, torch SWIZZLE_32_4_4,
+torchao to_blocked, CUTLASS Sm1xxBlockScaledConfig): rows are padded to 128, columns to 4, and byte (r, c) lies at
+
+    ((r/128)*(W/4) + c/4)*512 + (r%32)*16 + ((r/32)%4)*4 + c%4        with W = columns padded to 4
+
+A row is an index that the MMA does not contract, a column is one block of 32 contracted values. For attention operands
+every (batch, head) has its own buffer, padded on its own, so that a 128-row tile never mixes two heads:
+
+    axis     | plain scale of x (B,S,H,D) | rows | columns     | swizzled scale
+    rowwise  | (B, S, H, ceil(D/32))      | S    | ceil(D/32)  | (B, H, bytes)
+    colwise  | (B, ceil(S/32), H, D)      | D    | ceil(S/32)  | (B, H, bytes)
+
+(T,H,D) tensors give (H, bytes), (rows, cols) tensors give (bytes,). Bytes of the padding may hold anything: a kernel
+must not use them. Here they are 127 (a factor of one) unless told otherwise; byte 0 would be 2^-127, not zero.
+"""
+
+import torch
+
+TILE_ROWS = 128
+TILE_COLS = 4
+TILE_BYTES = TILE_ROWS * TILE_COLS
+
+
+def swizzled_bytes(rows, cols):
+    """Bytes of the swizzled128x4 buffer of a (rows, cols) scale matrix: whole 128x4 tiles of 512 bytes."""
+    return _tiles(rows, TILE_ROWS) * _tiles(cols, TILE_COLS) * TILE_BYTES
+
+
+def to_swizzled128x4(scale, padding=127):
+    """Reorders scale bytes from plain to swizzled128x4.
+
+    Args:
+      scale: (..., rows, cols) float8_e8m0fnu or uint8; leading dimensions are independent matrices.
+      padding: 0..255, the byte of rows and columns that the padding to 128 and 4 adds.
+    Returns: (..., swizzled_bytes(rows, cols)), the dtype of scale, contiguous.
+    Raises: TypeError (dtype), ValueError (fewer than 2 dimensions, padding).
+    Source: module docstring; equals torchao to_blocked for each matrix.
+    """
+    _check_byte_dtype("scale", scale)
+    if scale.dim() < 2:
+        raise ValueError(f"scale: expected (..., rows, cols), got shape {tuple(scale.shape)}")
+    if not 0 <= padding <= 255:
+        raise ValueError(f"padding: expected a byte in 0..255, got {padding}")
+    *lead, rows, cols = scale.shape
+    tiles_r, tiles_c = _tiles(rows, TILE_ROWS), _tiles(cols, TILE_COLS)
+    padded = torch.full(
+        (*lead, tiles_r * TILE_ROWS, tiles_c * TILE_COLS),
+        padding,
+        dtype=torch.uint8,
+        device=scale.device,
+    )
+    padded[..., :rows, :cols] = scale.view(torch.uint8)
+    # (..., tile row, row/32, row%32, tile column, col%4) -> (..., tile row, tile column, row%32, row/32, col%4)
+    tiled = padded.view(*lead, tiles_r, 4, 32, tiles_c, TILE_COLS).movedim((-2, -3), (-4, -3))
+    return tiled.reshape(*lead, swizzled_bytes(rows, cols)).view(scale.dtype)
+
+
+def from_swizzled128x4(buf, rows, cols):
+    """Reorders scale bytes from swizzled128x4 to plain; the padding is dropped.
+
+    Args:
+      buf: (..., bytes) float8_e8m0fnu or uint8 with bytes >= swizzled_bytes(rows, cols); what follows is not read.
+      rows, cols: shape of the plain scale matrix.
+    Returns: (..., rows, cols), the dtype of buf, contiguous.
+    Raises: TypeError (dtype), ValueError (shape, buffer too short: names the needed size).
+    """
+    _check_byte_dtype("buf", buf)
+    if rows < 0 or cols < 0:
+        raise ValueError(f"rows, cols: expected sizes >= 0, got {rows}, {cols}")
+    need = swizzled_bytes(rows, cols)
+    if buf.dim() < 1 or buf.shape[-1] < need:
+        raise ValueError(
+            f"buf: expected at least {need} bytes in the last dimension, the swizzled128x4 size of "
+            f"{rows}x{cols} scales, got shape {tuple(buf.shape)}"
+        )
+    lead = buf.shape[:-1]
+    tiles_r, tiles_c = _tiles(rows, TILE_ROWS), _tiles(cols, TILE_COLS)
+    tiled = buf.view(torch.uint8)[..., :need].reshape(*lead, tiles_r, tiles_c, 32, 4, TILE_COLS)
+    padded = tiled.movedim((-4, -3), (-2, -3))
+    padded = padded.reshape(*lead, tiles_r * TILE_ROWS, tiles_c * TILE_COLS)
+    return padded[..., :rows, :cols].contiguous().view(buf.dtype)
+
+
+def operand_matrix(scale, axis):
+    """The plain scale of a rowwise or colwise tensor as (..., rows, cols) MMA operand matrices (a view).
+
+    (B,S,H,C) gives (B,H,S,C) rowwise and (B,H,C,S) colwise, where S is the token or token-block dimension.
+    """
+    if scale.dim() >= 3:
+        scale = scale.transpose(-3, -2)
+    return scale if axis == "rowwise" else scale.transpose(-2, -1)
+
+
+def operand_scale(matrix, axis):
+    """Inverse of operand_matrix: (..., rows, cols) matrices -> plain scale (a view)."""
+    matrix = matrix if axis == "rowwise" else matrix.transpose(-2, -1)
+    return matrix.transpose(-3, -2) if matrix.dim() >= 3 else matrix
+
+
+def operand_size(shape, axis):
+    """(leading sizes, rows, cols) of the scale matrices of a tensor of logical shape (B,S,H,D), (T,H,D) or (rows,cols)."""
+    tokens, channels = (shape[0], shape[1]) if len(shape) == 2 else (shape[-3], shape[-1])
+    lead = () if len(shape) == 2 else (*shape[:-3], shape[-2])
+    if axis == "rowwise":
+        return lead, tokens, _tiles(channels, 32)
+    return lead, channels, _tiles(tokens, 32)
+
+
+def _tiles(n, size):
+    return (n + size - 1) // size
+
+
+def _check_byte_dtype(name, t):
+    if t.dtype not in (torch.float8_e8m0fnu, torch.uint8):
+        raise TypeError(f"{name}: expected float8_e8m0fnu or uint8, got {t.dtype}")
