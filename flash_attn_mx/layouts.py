@@ -18,6 +18,7 @@ must not use them. Here they are 127 (a factor of one) unless told otherwise; by
 
 import torch
 
+BLOCK = 32
 TILE_ROWS = 128
 TILE_COLS = 4
 TILE_BYTES = TILE_ROWS * TILE_COLS
@@ -106,6 +107,35 @@ def operand_size(shape, axis):
     if axis == "rowwise":
         return lead, tokens, _tiles(channels, 32)
     return lead, channels, _tiles(tokens, 32)
+
+
+def scale_shape(shape, axis, cu_seqlens=None):
+    """Shape of the plain scale tensor of a tensor of logical shape (B,S,H,D), (T,H,D) or (rows,cols)."""
+    if axis == "rowwise":
+        return (*shape[:-1], blocks(shape[-1]))
+    if axis == "tokenwise":
+        return (*shape[:-1], 1)
+    if cu_seqlens is not None:
+        return (packed_scale_rows(shape[0], cu_seqlens.shape[0] - 1), *shape[1:])
+    dim = token_dim(len(shape))
+    return (*shape[:dim], blocks(shape[dim]), *shape[dim + 1 :])
+
+
+def packed_scale_rows(total_tokens, num_seqs):
+    """Rows of the colwise scale tensor of packed sequences; the blocks of sequence b start at cu[b]//32 + b."""
+    return total_tokens // BLOCK + num_seqs
+
+
+def blocks(n):
+    return (n + BLOCK - 1) // BLOCK
+
+
+def token_dim(ndim):
+    return 1 if ndim == 4 else 0
+
+
+def block_dim(axis, ndim):
+    return token_dim(ndim) if axis == "colwise" else ndim - 1
 
 
 def _tiles(n, size):
