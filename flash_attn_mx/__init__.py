@@ -1,0 +1,26 @@
+"""MXFP8 flash attention for PyTorch. See flash_attn_func; docs/numerics.md has the arithmetic."""
+
+from ._version import __version__
+from .dispatch import FallbackWarning, Plan, get_backend, set_backend, set_fallback, set_policy
+from .info import is_available, is_installed
+from .interface import explain, flash_attn_func, flash_attn_mx_func, flash_attn_varlen_func
+from .quantize import MXTensor, dequantize, quantize_mxfp8
+
+__all__ = [
+    "FallbackWarning",
+    "MXTensor",
+    "Plan",
+    "__version__",
+    "dequantize",
+    "explain",
+    "flash_attn_func",
+    "flash_attn_mx_func",
+    "flash_attn_varlen_func",
+    "get_backend",
+    "is_available",
+    "is_installed",
+    "quantize_mxfp8",
+    "set_backend",
+    "set_fallback",
+    "set_policy",
+]

@@ -1,0 +1,180 @@
+"""Which backend serves a call, and why: set_backend, set_fallback, set_policy, explain.
+
+auto = the sm_100 kernels where the device is an sm_100 one and a kernel for the shape is built; high precision (torch SDPA
+on the unquantised inputs) where the policy or an option asks for it; else the portable path. Every reason for not taking
+the fastest way is reported once as a FallbackWarning, or raised, and is in explain()'s answer.
+"""
+
+import dataclasses
+import warnings
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from ._errors import expect
+
+BACKENDS = ("auto", "sm100", "portable", "emulator")
+FALLBACKS = ("warn", "silent", "error")
+
+
+class FallbackWarning(UserWarning):
+    """A call was served by a slower or less MXFP8 path than the sm_100 kernels; given once per reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """When `auto` leaves MXFP8 for high precision.
+
+    min_seqlen_k: keys below which quantising does not pay; 0 = never.
+    max_outlier: bound on amax(|x|) / rms(x) of q, k and v; None = not looked at (the statistic reads the data).
+    """
+
+    min_seqlen_k: int = 0
+    max_outlier: Optional[float] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """Why a faster path does not serve a call. `code` is stable, `text` is for people."""
+
+    code: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What would run: backend ("sm100", "portable", "emulator", "high_precision"), kernel name, reasons."""
+
+    backend: str
+    kernel: str
+    reasons: tuple[Reason, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"backend: {self.backend} ({self.kernel})"]
+        lines += [f"  because {reason.text} [{reason.code}]" for reason in self.reasons]
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass
+class _Settings:
+    backend: str = "auto"
+    fallback: str = "warn"
+    policy: Policy = Policy()
+
+
+_settings = _Settings()
+_warned: set[str] = set()
+
+_KERNELS = {
+    "portable": "PyTorch, MXFP8 numerics",
+    "high_precision": "torch.nn.functional.scaled_dot_product_attention",
+}
+
+
+def set_backend(backend: str) -> None:
+    """Chooses who computes: "auto", "sm100", "portable" or "emulator". Process-wide; a call's backend= wins over it."""
+    expect(backend in BACKENDS, ValueError, "backend", f"one of {BACKENDS}", repr(backend))
+    _settings.backend = backend
+
+
+def get_backend() -> str:
+    """The backend that set_backend chose."""
+    return _settings.backend
+
+
+def set_fallback(fallback: str) -> None:
+    """What happens when `auto` cannot take the sm_100 kernels: "warn" (once per reason), "silent" or "error"."""
+    expect(fallback in FALLBACKS, ValueError, "fallback", f"one of {FALLBACKS}", repr(fallback))
+    _settings.fallback = fallback
+    _warned.clear()
+
+
+def set_policy(min_seqlen_k: int = 0, max_outlier: Optional[float] = None) -> None:
+    """Sets when `auto` leaves MXFP8 for high precision; see Policy. Called without arguments it restores the default."""
+    whole = isinstance(min_seqlen_k, int) and min_seqlen_k >= 0
+    expect(whole, ValueError, "min_seqlen_k", "an int >= 0", repr(min_seqlen_k))
+    good = max_outlier is None or max_outlier > 1
+    expect(good, ValueError, "max_outlier", "None or a ratio > 1", repr(max_outlier))
+    _settings.policy = Policy(min_seqlen_k, max_outlier)
+
+
+def _outlier(x: Tensor) -> float:
+    if x.numel() == 0:
+        return 0.0
+    x = x.detach().float()
+    return float(x.abs().amax() / x.square().mean().sqrt().clamp_(min=1e-30))
+
+
+def _high_precision_reasons(tensors: dict[str, Tensor], max_seqlen_k: int, attn_mask: bool, dropout_p: float) -> list[Reason]:
+    policy, reasons = _settings.policy, []
+    if attn_mask:
+        reasons.append(Reason("attn_mask", "attn_mask was given, which the MXFP8 paths do not take"))
+    if dropout_p:
+        reasons.append(Reason("dropout", f"dropout_p = {dropout_p}, which the MXFP8 paths do not apply"))
+    if max_seqlen_k < policy.min_seqlen_k:
+        bound = f"the policy's min_seqlen_k = {policy.min_seqlen_k}"
+        reasons.append(Reason("short", f"{max_seqlen_k} keys are fewer than {bound}"))
+    if policy.max_outlier is not None:
+        for name, x in tensors.items():
+            ratio = _outlier(x)
+            if ratio > policy.max_outlier:
+                bound = f"the policy's max_outlier = {policy.max_outlier:g}"
+                reasons.append(Reason("outlier", f"amax/rms of {name} is {ratio:.4g}, above {bound}"))
+    return reasons
+
+
+def _no_kernel_reason(device: torch.device) -> Reason:
+    """Why the sm_100 kernels do not serve tensors on this device."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return Reason("device", f"the tensors are on {device.type}; the sm_100 kernels need a CUDA device of capability 10.x")
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 10:
+        return Reason("capability", f"{device} has capability {major}.{minor}; the sm_100 kernels need 10.x")
+    return Reason("not_built", "this version contains no sm_100 attention kernel")
+
+
+def plan(
+    tensors: dict[str, Tensor],
+    max_seqlen_k: int,
+    attn_mask: bool = False,
+    dropout_p: float = 0.0,
+    backend: Optional[str] = None,
+) -> Plan:
+    """Chooses the backend of one call; raises NotImplementedError where a backend was asked for that cannot serve it."""
+    expect(backend is None or backend in BACKENDS, ValueError, "backend", f"one of {BACKENDS} or None", repr(backend))
+    requested = backend or _settings.backend
+    high_precision = _high_precision_reasons(tensors, max_seqlen_k, attn_mask, dropout_p)
+    device = next(iter(tensors.values())).device
+    if requested == "auto":
+        if high_precision:
+            return Plan("high_precision", _KERNELS["high_precision"], tuple(high_precision))
+        return Plan("portable", _KERNELS["portable"], (_no_kernel_reason(device),))
+    hard = [reason for reason in high_precision if reason.code in ("attn_mask", "dropout")]
+    if hard:
+        raise NotImplementedError(f"backend {requested!r}: {'; '.join(reason.text for reason in hard)}")
+    if requested == "portable":
+        return Plan("portable", _KERNELS["portable"])
+    if requested == "emulator":
+        raise NotImplementedError("backend 'emulator': this version contains no sm_100 attention kernel to emulate")
+    raise NotImplementedError(f"backend 'sm100': {_no_kernel_reason(device).text}")
+
+
+def announce(chosen: Plan) -> None:
+    """Warns once per reason, or raises, as set_fallback says. Silent while torch.compile traces."""
+    if not chosen.reasons or _settings.fallback == "silent":
+        return
+    if _settings.fallback == "error":
+        text = "; ".join(reason.text for reason in chosen.reasons)
+        raise RuntimeError(f"flash_attn_mx would fall back to {chosen.backend}: {text} (set_fallback is 'error')")
+    if torch.compiler.is_compiling():
+        return
+    for reason in chosen.reasons:
+        if reason.code not in _warned:
+            _warned.add(reason.code)
+            warnings.warn(
+                f"flash_attn_mx uses the {chosen.backend} path: {reason.text}. "
+                "flash_attn_mx.explain() tells what would run, set_fallback() silences or forbids this.",
+                FallbackWarning,
+                stacklevel=4,
+            )

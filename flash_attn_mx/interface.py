@@ -1,0 +1,329 @@
+"""The public attention functions: checks, quantisation, dispatch and autograd."""
+
+from typing import Optional, Union
+
+import torch
+from torch import Tensor
+
+from . import dispatch, ops
+from ._errors import (
+    check_cu_seqlens,
+    check_head_shapes,
+    check_qkv,
+    check_softmax_scale,
+    check_window,
+    expect,
+)
+from .quantize import MXTensor, dequantize, quantize_mxfp8
+
+_OPS = torch.ops.flash_attn_mx
+_E4M3 = torch.float8_e4m3fn
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    deterministic: bool = False,
+    return_lse: bool = False,
+    *,
+    attn_mask: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+    rounding: str = "rceil",
+    dout_dtype: torch.dtype = _E4M3,
+    backend: Optional[str] = None,
+) -> Union[Tensor, tuple[Tensor, Tensor]]:
+    """softmax(softmax_scale * q kᵀ) v with all matrix products in MXFP8; differentiable once.
+
+    Args:
+      q: (B, Sq, H, D) bf16, fp16 or fp32, any strides; D 1 to 256.
+      k, v: (B, Sk, Hkv, D), dtype and device of q; H a multiple of Hkv (grouped heads: query head h uses h // (H/Hkv)).
+      softmax_scale: factor on q kᵀ; None means D ** -0.5.
+      causal: query i sees key j only if j <= i + Sk - Sq (bottom-right alignment; torch's SDPA aligns top-left).
+      window_size: (left, right): query i sees keys from i + Sk - Sq - left to i + Sk - Sq + right; -1 means unlimited.
+      deterministic: gradients equal bit for bit from run to run; also on under torch.use_deterministic_algorithms.
+      return_lse: also return the log-sum-exp of the scaled scores.
+      attn_mask, dropout_p: as torch's scaled_dot_product_attention (mask broadcastable to (B, H, Sq, Sk)); served in high
+        precision, with a FallbackWarning.
+      rounding: of the scale bytes of q, k, v and dout, "rceil" or "floor" (quantize_mxfp8).
+      dout_dtype: FP8 type of the incoming gradient, torch.float8_e4m3fn or torch.float8_e5m2.
+      backend: "auto", "sm100", "portable" or "emulator" for this call; None takes set_backend's choice.
+    Returns: out (B, Sq, H, D) in the dtype of q (under autocast: the autocast dtype); with return_lse also lse (B, H, Sq) fp32,
+      natural log, not differentiable. A query that sees no key gives out 0, lse -inf and zero gradients.
+      An output row depends only on keys that its query sees, bit for bit.
+    Raises: TypeError (dtypes), ValueError (shapes, devices, values), NotImplementedError (backend that cannot serve the call).
+    Source: docs/numerics.md; argument names as flash-attention.
+    """
+    q, k, v = _autocast(q, k, v)
+    check_qkv(q, k, v, packed=False)
+    window = _window(causal, window_size)
+    scale = check_softmax_scale(softmax_scale, q.shape[-1])
+    _check_options(deterministic, return_lse, dropout_p, attn_mask)
+    chosen = dispatch.plan({"q": q, "k": k, "v": v}, k.shape[1], attn_mask is not None, dropout_p, backend)
+    dispatch.announce(chosen)
+    if chosen.backend == "high_precision":
+        out, lse = _high_precision(q, k, v, scale, window, attn_mask, dropout_p, return_lse)
+    else:
+        out, lse = _attention(q, k, v, None, None, q.shape[1], k.shape[1], scale, window, deterministic, rounding, dout_dtype)
+    return (out, lse) if return_lse else out
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    deterministic: bool = False,
+    return_lse: bool = False,
+    *,
+    rounding: str = "rceil",
+    dout_dtype: torch.dtype = _E4M3,
+    backend: Optional[str] = None,
+) -> Union[Tensor, tuple[Tensor, Tensor]]:
+    """flash_attn_func on sequences packed along the token axis, without padding between them.
+
+    Args:
+      q: (Tq, H, D); k, v: (Tk, Hkv, D); dtypes as flash_attn_func.
+      cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 on the device of q: where each sequence starts, first 0; tokens at or
+        past the last offset belong to no sequence, are never read, and get out 0, lse -inf and zero gradients.
+      max_seqlen_q, max_seqlen_k: ints, at least the longest sequence.
+      The others as in flash_attn_func; masks are aligned bottom-right in each sequence.
+    Returns: out (Tq, H, D); with return_lse also lse (H, Tq).
+    Raises: as flash_attn_func. Offsets are checked on the host where the portable path runs.
+    """
+    q, k, v = _autocast(q, k, v)
+    check_qkv(q, k, v, packed=True)
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q, q.shape[0], "max_seqlen_q", max_seqlen_q)
+    check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, q, k.shape[0], "max_seqlen_k", max_seqlen_k)
+    got = f"{cu_seqlens_k.shape[0]} offsets"
+    expected = f"{cu_seqlens_q.shape[0]} offsets, as cu_seqlens_q"
+    expect(cu_seqlens_k.shape == cu_seqlens_q.shape, ValueError, "cu_seqlens_k", expected, got)
+    window = _window(causal, window_size)
+    scale = check_softmax_scale(softmax_scale, q.shape[-1])
+    _check_options(deterministic, return_lse, 0.0, None)
+    chosen = dispatch.plan({"q": q, "k": k, "v": v}, max_seqlen_k, backend=backend)
+    dispatch.announce(chosen)
+    out, lse = _attention(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        scale, window, deterministic, rounding, dout_dtype,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def flash_attn_mx_func(
+    q: MXTensor,
+    k: MXTensor,
+    v: MXTensor,
+    softmax_scale: Optional[float] = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    return_lse: bool = False,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: Optional[str] = None,
+) -> Union[Tensor, tuple[Tensor, Tensor]]:
+    """Forward attention on operands that are quantised already; not differentiable.
+
+    Args:
+      q: MXTensor (B, Sq, H, D), axis "rowwise", layout plain or swizzled128x4.   k: likewise (B, Sk, Hkv, D).
+      v: MXTensor (B, Sk, Hkv, D), any axis; another axis than the product needs is dequantised and quantised anew.
+        With causal or window_size it must be "rowwise" or "tokenwise": "colwise" scales mix 32 tokens, and so hidden ones.
+      The others as in flash_attn_func.   out_dtype: bf16, fp16 or fp32.
+    Returns: out (B, Sq, H, D) in out_dtype; with return_lse also lse (B, H, Sq).
+    Raises: TypeError, ValueError, NotImplementedError as flash_attn_func.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        expect(isinstance(x, MXTensor), TypeError, name, "an MXTensor (see quantize_mxfp8)", type(x).__name__)
+        expect(len(x.shape) == 4, ValueError, name, "shape (batch, seqlen, heads, head_dim)", tuple(x.shape))
+        expect(not x.data.requires_grad, ValueError, name, "data that needs no gradient", "requires_grad=True")
+    for name, x in (("q", q), ("k", k)):
+        expect(x.axis == "rowwise", ValueError, name, "axis 'rowwise'", repr(x.axis))
+    check_head_shapes(q.shape, k.shape, v.shape, packed=False)
+    devices = {str(x.data.device) for x in (q, k, v)}
+    expect(len(devices) == 1, ValueError, "q, k, v", "one device", ", ".join(sorted(devices)))
+    window = _window(causal, window_size)
+    masked = window != (-1, -1)
+    expect(
+        not (masked and v.axis == "colwise"),
+        ValueError,
+        "v",
+        "axis 'rowwise' or 'tokenwise' with causal or window_size, since colwise scales mix tokens",
+        "'colwise'",
+    )
+    expect(
+        out_dtype in (torch.bfloat16, torch.float16, torch.float32),
+        TypeError,
+        "out_dtype",
+        "bfloat16, float16 or float32",
+        out_dtype,
+    )
+    scale = check_softmax_scale(softmax_scale, q.shape[-1])
+    dispatch.announce(dispatch.plan({"q": q.data}, k.shape[1], backend=backend))
+    q, k = q.to_layout("plain"), k.to_layout("plain")
+    v_col = _requantised(v, "colwise")
+    v_tok = _requantised(v, "tokenwise") if masked else None
+    out, lse = _OPS.fwd(
+        q.data, q.scale, k.data, k.scale, v_col.data, v_col.scale,
+        v_tok.data if masked else None, v_tok.scale if masked else None,
+        None, None, q.shape[1], k.shape[1], scale, *window, out_dtype,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attn_mask: Optional[Tensor] = None,
+    dropout_p: float = 0.0,
+    max_seqlen_k: Optional[int] = None,
+    backend: Optional[str] = None,
+) -> dispatch.Plan:
+    """Tells which backend and kernel flash_attn_func (4-D) or flash_attn_varlen_func (3-D) would use, and why not a faster one.
+
+    Nothing is computed and no warning is given.
+    Args: as the attention functions.   Returns: dispatch.Plan; print it.
+    Raises: what the call itself would raise.
+    """
+    q, k, v = _autocast(q, k, v)
+    check_qkv(q, k, v, packed=q.dim() == 3)
+    _window(causal, window_size)
+    keys = k.shape[-3] if max_seqlen_k is None else max_seqlen_k
+    return dispatch.plan({"q": q, "k": k, "v": v}, keys, attn_mask is not None, dropout_p, backend)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Casts to the autocast dtype where autocast is on."""
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    castable = (torch.float32, torch.bfloat16, torch.float16)
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in castable else x for x in tensors)
+
+
+def _window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
+    left, right = check_window(window_size)
+    return (left, 0) if causal else (left, right)
+
+
+def _check_options(deterministic: bool, return_lse: bool, dropout_p: float, attn_mask: Optional[Tensor]) -> None:
+    for name, value in (("deterministic", deterministic), ("return_lse", return_lse)):
+        expect(isinstance(value, bool), TypeError, name, "a bool", type(value).__name__)
+    number = isinstance(dropout_p, (int, float)) and not isinstance(dropout_p, bool)
+    expect(number and 0.0 <= dropout_p < 1.0, ValueError, "dropout_p", "a probability in [0, 1)", repr(dropout_p))
+    good = attn_mask is None or isinstance(attn_mask, Tensor)
+    expect(good, TypeError, "attn_mask", "a tensor or None", type(attn_mask).__name__)
+
+
+def _requantised(x: MXTensor, axis: str) -> MXTensor:
+    x = x.to_layout("plain")
+    return x if x.axis == axis else quantize_mxfp8(dequantize(x), axis=axis)
+
+
+# --- autograd -------------------------------------------------------------------------------------------------
+
+
+def _attention(q, k, v, cu_q, cu_k, max_q, max_k, scale, window, deterministic, rounding, dout_dtype):
+    """(out, lse) through the MXFP8 operators, with a graph where one is wanted."""
+    if type(q) is not Tensor:
+        ops.register_sharding_for(q)
+    if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+        operands = _quantise_forward(q, k, v, cu_k, window, rounding)
+        return _OPS.fwd(*operands, cu_q, cu_k, max_q, max_k, scale, *window, q.dtype)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    result = _Attention.apply(
+        q, k, v, cu_q, cu_k, max_q, max_k, scale, *window, deterministic, rounding, dout_dtype
+    )  # fmt: skip
+    return result[0], result[1]
+
+
+def _quantise_forward(q, k, v, cu_k, window, rounding):
+    """The operands of `fwd`: q, k rowwise, v colwise, and v tokenwise where a mask cuts tiles."""
+    token = _OPS.quantize(v, "tokenwise", rounding, _E4M3, None) if window != (-1, -1) else (None, None)
+    return (
+        *_OPS.quantize(q, "rowwise", rounding, _E4M3, None),
+        *_OPS.quantize(k, "rowwise", rounding, _E4M3, None),
+        *_OPS.quantize(v, "colwise", rounding, _E4M3, cu_k),
+        *token,
+    )
+
+
+class _Attention(torch.autograd.Function):
+    """Saves the quantised operands, out and lse; the incoming gradient is quantised in backward."""
+
+    @staticmethod
+    def forward(q, k, v, cu_q, cu_k, max_q, max_k, scale, left, right, deterministic, rounding, dout_dtype):
+        operands = _quantise_forward(q, k, v, cu_k, (left, right), rounding)
+        out, lse = _OPS.fwd(*operands, cu_q, cu_k, max_q, max_k, scale, left, right, q.dtype)
+        token = operands[6:] if operands[6] is not None else _OPS.quantize(v, "tokenwise", rounding, _E4M3, None)
+        q_col = _OPS.quantize(q, "colwise", rounding, _E4M3, cu_q)
+        k_col = _OPS.quantize(k, "colwise", rounding, _E4M3, cu_k)
+        return (out, lse, *operands[:2], *q_col, *operands[2:4], *k_col, *token)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        cu_q, cu_k = inputs[3:5]
+        ctx.arguments = inputs[5:]
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*output, cu_q, cu_k)
+
+    @staticmethod
+    def backward(ctx, dout, *unused):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "flash_attn_mx: second derivatives are not implemented (backward ran with create_graph=True)"
+            )
+        max_q, max_k, scale, left, right, deterministic, rounding, dout_dtype = ctx.arguments
+        nothing = (None,) * 13
+        if dout is None:
+            return nothing
+        out, lse, *operands, cu_q, cu_k = ctx.saved_tensors
+        needs = list(ctx.needs_input_grad[:3])
+        grads = _OPS.bwd(
+            dout, out, lse,
+            *_OPS.quantize(dout, "rowwise", rounding, dout_dtype, None),
+            *_OPS.quantize(dout, "colwise", rounding, dout_dtype, cu_q),
+            *operands, cu_q, cu_k, max_q, max_k, scale, left, right, deterministic, needs,
+        )  # fmt: skip
+        return tuple(g if needed else None for g, needed in zip(grads, needs)) + nothing[3:]
+
+
+# --- high precision -------------------------------------------------------------------------------------------
+
+
+def _high_precision(q, k, v, scale, window, attn_mask, dropout_p, return_lse):
+    """torch SDPA on the unquantised inputs, with this library's masks; (out, None)."""
+    if return_lse:
+        raise NotImplementedError("return_lse is not available on the high-precision path; pass backend='portable'")
+    batch, seqlen_q, nheads, _ = q.shape
+    seqlen_k = k.shape[1]
+    mask = attn_mask
+    if window != (-1, -1):
+        row = torch.arange(seqlen_q, device=q.device).unsqueeze(1) + seqlen_k - seqlen_q
+        key = torch.arange(seqlen_k, device=q.device)
+        seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device)
+        seen = seen & (key >= row - window[0]) if window[0] >= 0 else seen
+        seen = seen & (key <= row + window[1]) if window[1] >= 0 else seen
+        if mask is None:
+            mask = seen
+        else:
+            mask = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+        attn_mask=mask, dropout_p=dropout_p, scale=scale, enable_gqa=nheads != k.shape[2],
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous(), None

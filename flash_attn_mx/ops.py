@@ -1,0 +1,181 @@
+"""torch.ops.flash_attn_mx: who implements each operator, their fakes, and their behaviour under autograd and sharding.
+
+Schemas come from csrc/ops/schemas.def. The native library defines them and serves `quantize` on CPU; without it the same
+file is read here. The portable implementations below serve every device for which nothing faster is registered.
+"""
+
+import re
+from pathlib import Path
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from . import _native, portable
+from ._errors import check_cu_values
+from .quantize import quantize_pytorch, scale_shape
+
+NAMESPACE = "flash_attn_mx"
+
+
+def _read_schemas() -> list[str]:
+    for folder in (Path(__file__).parent, Path(__file__).parents[1] / "csrc" / "ops"):
+        if (folder / "schemas.def").is_file():
+            return re.findall(r'^FAMX_SCHEMA\("(.*)"\)', (folder / "schemas.def").read_text(), flags=re.MULTILINE)
+    raise ImportError("flash_attn_mx: schemas.def is missing from the installed package; reinstall it")
+
+
+if not _native.load():
+    _definitions = torch.library.Library(NAMESPACE, "DEF")
+    for _schema in _read_schemas():
+        _definitions.define(_schema)
+_implementations = torch.library.Library(NAMESPACE, "IMPL")
+
+
+# --- implementations ------------------------------------------------------------------------------------------
+
+
+def _sequences(cu_q: Tensor, cu_k: Tensor, q: Tensor, k: Tensor, max_q: int, max_k: int) -> list[tuple[slice, slice]]:
+    """(tokens of q, tokens of k) of each packed sequence. Reads the offsets on the host."""
+    offsets_q, offsets_k = cu_q.tolist(), cu_k.tolist()
+    check_cu_values("cu_seqlens_q", offsets_q, q.shape[0], "max_seqlen_q", max_q)
+    check_cu_values("cu_seqlens_k", offsets_k, k.shape[0], "max_seqlen_k", max_k)
+    pairs = zip(zip(offsets_q, offsets_q[1:]), zip(offsets_k, offsets_k[1:]))
+    return [(slice(*tokens_q), slice(*tokens_k)) for tokens_q, tokens_k in pairs]
+
+
+def _scale_rows(tokens: slice, sequence: int) -> slice:
+    """Rows of a packed colwise scale tensor that belong to one sequence (docs/numerics.md §1)."""
+    start = tokens.start // portable.BLOCK + sequence
+    return slice(start, start - (-(tokens.stop - tokens.start) // portable.BLOCK))
+
+
+def _take(operand: portable.Operand, tokens: slice, rows: Optional[slice] = None) -> portable.Operand:
+    """One sequence of a packed operand as a dense batch of one."""
+    data, scale = operand
+    return data[tokens].unsqueeze(0), scale[rows or tokens].unsqueeze(0)
+
+
+def _fwd(
+    q, q_scale, k, k_scale, v, v_scale, v_tok, v_tok_scale,
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    softmax_scale, window_left, window_right, out_dtype,
+):  # fmt: skip
+    window = (window_left, window_right)
+    token = None if v_tok is None else (v_tok, v_tok_scale)
+    if cu_seqlens_q is None:
+        return portable.forward((q, q_scale), (k, k_scale), (v, v_scale), token, softmax_scale, window, out_dtype)
+    out = q.new_zeros(q.shape, dtype=out_dtype)
+    lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, device=q.device)
+    sequences = _sequences(cu_seqlens_q, cu_seqlens_k, q, k, max_seqlen_q, max_seqlen_k)
+    for b, (tokens_q, tokens_k) in enumerate(sequences):
+        out_b, lse_b = portable.forward(
+            _take((q, q_scale), tokens_q),
+            _take((k, k_scale), tokens_k),
+            _take((v, v_scale), tokens_k, _scale_rows(tokens_k, b)),
+            None if token is None else _take(token, tokens_k),
+            softmax_scale,
+            window,
+            out_dtype,
+        )
+        out[tokens_q], lse[:, tokens_q] = out_b[0], lse_b[0]
+    return out, lse
+
+
+def _bwd(
+    dout, out, lse, do_row, do_row_scale, do_col, do_col_scale,
+    q, q_scale, q_col, q_col_scale, k, k_scale, k_col, k_col_scale, v_tok, v_tok_scale,
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    softmax_scale, window_left, window_right, deterministic, needs,
+):  # fmt: skip
+    window = (window_left, window_right)
+    do = ((do_row, do_row_scale), (do_col, do_col_scale))
+    q_pair, k_pair = ((q, q_scale), (q_col, q_col_scale)), ((k, k_scale), (k_col, k_col_scale))
+    token = (v_tok, v_tok_scale)
+    if cu_seqlens_q is None:
+        return portable.backward(dout, out, lse, do, q_pair, k_pair, token, softmax_scale, window, needs)
+    grads = [dout.new_zeros(x.shape if needed else 0) for x, needed in zip((q, k, v_tok), needs)]
+    sequences = _sequences(cu_seqlens_q, cu_seqlens_k, q, k, max_seqlen_q, max_seqlen_k)
+    for b, (tokens_q, tokens_k) in enumerate(sequences):
+        rows_q, rows_k = _scale_rows(tokens_q, b), _scale_rows(tokens_k, b)
+        part = portable.backward(
+            dout[tokens_q].unsqueeze(0),
+            out[tokens_q].unsqueeze(0),
+            lse[:, tokens_q].unsqueeze(0),
+            (_take(do[0], tokens_q), _take(do[1], tokens_q, rows_q)),
+            (_take(q_pair[0], tokens_q), _take(q_pair[1], tokens_q, rows_q)),
+            (_take(k_pair[0], tokens_k), _take(k_pair[1], tokens_k, rows_k)),
+            _take(token, tokens_k),
+            softmax_scale,
+            window,
+            needs,
+        )
+        for grad, grad_b, tokens, needed in zip(grads, part, (tokens_q, tokens_k, tokens_k), needs):
+            if needed:
+                grad[tokens] = grad_b[0]
+    return tuple(grads)
+
+
+for _name, _function in (("quantize", quantize_pytorch), ("fwd", _fwd), ("bwd", _bwd)):
+    _implementations.impl(_name, _function, "CompositeExplicitAutograd")
+
+
+# --- fakes ----------------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake(f"{NAMESPACE}::quantize")
+def _(x, axis, rounding, dtype, cu_seqlens):
+    data = x.new_empty(x.shape, dtype=dtype)
+    return data, x.new_empty(scale_shape(x.shape, axis, cu_seqlens), dtype=torch.float8_e8m0fnu)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::fwd")
+def _(
+    q, q_scale, k, k_scale, v, v_scale, v_tok, v_tok_scale,
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    softmax_scale, window_left, window_right, out_dtype,
+):  # fmt: skip
+    lse_shape = (q.shape[0], q.shape[2], q.shape[1]) if cu_seqlens_q is None else (q.shape[1], q.shape[0])
+    return q.new_empty(q.shape, dtype=out_dtype), q.new_empty(lse_shape, dtype=torch.float32)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::bwd")
+def _(dout, out, lse, do_row, do_row_scale, do_col, do_col_scale, q, q_scale, q_col, q_col_scale, k, k_scale, *rest):
+    needs = rest[-1]
+    return tuple(dout.new_empty(x.shape if needed else 0) for x, needed in zip((q, k, k), needs))
+
+
+# --- autograd -------------------------------------------------------------------------------------------------
+
+
+def _no_gradient(name: str, reason: str):
+    def backward(ctx, *grads):
+        raise NotImplementedError(f"flash_attn_mx::{name} has no gradient: {reason}")
+
+    return backward
+
+
+torch.library.register_autograd(
+    f"{NAMESPACE}::quantize",
+    _no_gradient("quantize", "rounding to MXFP8 is not differentiable; differentiate flash_attn_func instead"),
+)
+torch.library.register_autograd(f"{NAMESPACE}::bwd", _no_gradient("bwd", "second derivatives are not implemented"))
+torch.library.register_autograd(
+    f"{NAMESPACE}::fwd", _no_gradient("fwd", "its operands are quantised; differentiate flash_attn_func instead")
+)
+
+
+# --- sharding (DTensor) ---------------------------------------------------------------------------------------
+
+_sharding_registered = False
+
+
+def register_sharding_for(x: Tensor) -> None:
+    """Tells DTensor, when the first one arrives, that batch and heads may be sharded (its import is slow)."""
+    global _sharding_registered
+    if _sharding_registered or "DTensor" not in (cls.__name__ for cls in type(x).__mro__):
+        return
+    from . import _sharding
+
+    _sharding.register()
+    _sharding_registered = True
