@@ -126,9 +126,9 @@ def _float_table(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _heads_first(x: Tensor, nheads_k: int) -> Tensor:
-    """(B, S, H, W) bytes -> (B * Hkv, G, S, W) uint8."""
+    """(B, S, H, W) -> (B * Hkv, G, S, W)."""
     batch, seqlen, nheads, width = x.shape
-    x = x.view(torch.uint8).view(batch, seqlen, nheads_k, nheads // nheads_k, width)
+    x = x.view(batch, seqlen, nheads_k, nheads // nheads_k, width)
     return x.permute(0, 2, 3, 1, 4).reshape(batch * nheads_k, nheads // nheads_k, seqlen, width)
 
 
@@ -139,7 +139,7 @@ class _Expanded:
         data, scale = operand
         self.axis, self.pad_to = axis, pad_to
         self.table = _float_table(data.dtype, data.device)
-        self.data, self.scale = _heads_first(data, nheads_k), _heads_first(scale, nheads_k)
+        self.data, self.scale = (_heads_first(x.view(torch.uint8), nheads_k) for x in (data, scale))
 
     def payload(self, heads: slice) -> Tensor:
         data = self.data[heads]
@@ -423,14 +423,11 @@ class _GroupK(NamedTuple):
     dv: Optional[Tensor]
 
 
-def _row_statistics(shape: _Shape, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """delta = rowsum(dO o O) and LSE in log2 units, both (B * Hkv, G, padded Sq) fp32."""
-    delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)
+def _lse_log2(shape: _Shape, lse: Tensor) -> Tensor:
+    """LSE in log2 units, (B * Hkv, G, padded Sq); +inf, so that P = 0, for rows that see no key and for padding."""
     lse = torch.where(lse == -math.inf, math.inf, lse * math.log2(math.e))
-    heads = (shape.batch * shape.nheads_k, shape.groups, shape.seqlen_q)
-    missing = shape.padded_q - shape.seqlen_q
-    delta = torch.nn.functional.pad(delta.reshape(heads), (0, missing))
-    return delta, torch.nn.functional.pad(lse.reshape(heads), (0, missing), value=math.inf)
+    lse = lse.reshape(shape.batch * shape.nheads_k, shape.groups, shape.seqlen_q)
+    return torch.nn.functional.pad(lse, (0, shape.padded_q - shape.seqlen_q), value=math.inf)
 
 
 def backward(
@@ -472,9 +469,13 @@ def backward(
             _Expanded(operand, axis, shape.nheads_k, shape.padded_k)
             for operand, axis in ((k[0], "rowwise"), (k[1], "colwise"), (v_tok, "tokenwise"))
         ]
-        delta, lse_log2 = _row_statistics(shape, dout, out, lse)
+        lse_log2, out = _lse_log2(shape, lse), _heads_first(out, shape.nheads_k)
         for heads in shape.head_groups():
-            group_q = _GroupQ(*(side.group(heads) for side in sides_q), lse_log2[heads], delta[heads])
+            expanded_q = [side.group(heads) for side in sides_q]
+            # delta from the quantised dO, so that its rounding cancels in dP - delta.
+            delta = (expanded_q[2][:, :, : shape.seqlen_q] * out[heads]).sum(-1)
+            delta = torch.nn.functional.pad(delta, (0, shape.padded_q - shape.seqlen_q))
+            group_q = _GroupQ(*expanded_q, lse_log2[heads], delta)
             expanded_k = [side.group(heads)[:, 0] for side in sides_k]
             sums = [torch.zeros_like(expanded_k[0]) if grad is not None else None for grad in (dk, dv)]
             group_k = _GroupK(*expanded_k, *sums)
@@ -514,7 +515,7 @@ def _backward_span(
     """One key span for some query rows; adds to dq (n, rows, D), kv.dk and kv.dv (n, padded Sk, D)."""
     keys = slice(span.keys.start, span.keys.stop)
     p = torch.bmm(q.q, kv.k[:, keys].transpose(1, 2)).mul_(softmax_scale * math.log2(math.e))
-    p.sub_(q.lse_log2).exp2_()
+    p.sub_(q.lse_log2).clamp_(max=0.0).exp2_()
     ds = torch.bmm(q.do_row, kv.v[:, keys].transpose(1, 2)).sub_(q.delta) if kv.dk is not None or dq is not None else None
     if ds is not None:
         ds.mul_(p)
