@@ -1,6 +1,6 @@
 // toolchain_probe: proves that this build can make sm_100 code with CuTe. It serves no user call.
-// FLOW   in[lane] -LDG-> register -tcgen05.st-> TMEM column 0 -tcgen05.ld-> register -STG->
-// out[lane] ROLES  one warp does everything. TMEM: kCols columns, column 0 used.
+// FLOW   in[lane] -LDG-> register -tcgen05.st-> TMEM -tcgen05.ld-> register -STG-> out[lane]
+// ROLES  one warp does everything.     TMEM  kCols columns are allocated, column 0 is used.
 #pragma once
 
 #include <cutlass/arch/barrier.h>

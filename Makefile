@@ -1,0 +1,76 @@
+# Every target does its own set-up. A fresh machine needs Python >= 3.10 with venv, a C++17 compiler
+# and access to the package registries; nothing here needs a GPU or a system CUDA.
+#   make demo | test | test-slow | lint | bench | wheel | clean | distclean
+# PYTHON=python3.12 chooses the interpreter; ARGS="..." goes to the command that a target runs.
+
+SHELL := /bin/bash
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+CUTLASS := nvidia-cutlass==4.2.0.0
+GPU := not gpu_sm90 and not gpu_sm100
+
+BUILD_INPUTS := setup.py pyproject.toml flash_attn_mx/_env.py flash_attn_mx/_version.py \
+                $(shell find csrc -type f)
+
+.PHONY: help demo test test-slow lint bench wheel clean distclean
+
+help:
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
+
+demo: $(VENV)/.built
+	$(PY) -m flash_attn_mx demo $(ARGS)
+
+test: $(VENV)/.built
+	$(PY) -m pytest -q tests -m "not slow and $(GPU)" $(ARGS)
+
+test-slow: $(VENV)/.built
+	$(PY) -m pytest -q tests -m "slow and $(GPU)" $(ARGS)
+
+bench: $(VENV)/.built
+	$(PY) $(firstword $(wildcard benchmarks/run.py) benchmarks/bench_portable.py) $(ARGS)
+
+wheel: $(VENV)/.built
+	$(PIP) wheel -v --no-build-isolation --no-deps --wheel-dir dist .
+
+lint: $(VENV)/.installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | \
+	  xargs $(VENV)/bin/clang-format --dry-run -Werror
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "Python >= 3.10 is needed, $(PYTHON) is older; try make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' || \
+	  { echo "$(PYTHON) has no venv module; Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@set -- $${CXX:-g++}; command -v "$$1" >/dev/null || command -v clang++ >/dev/null || \
+	  { echo "no C++ compiler; Debian and Ubuntu: apt install g++"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --upgrade pip
+	touch $@
+
+$(VENV)/.installed: requirements-dev.txt $(VENV)/.created
+	$(PIP) install "$$(grep '^torch==' requirements-dev.txt)"
+	$(PIP) install -r requirements-dev.txt
+	$(PIP) install --no-deps $(CUTLASS)
+	touch $@
+
+# The build first, in sight; then the editable install, which finds it done.
+$(VENV)/.built: $(BUILD_INPUTS) $(VENV)/.installed
+	$(PY) setup.py build_ext --inplace
+	$(PIP) install --no-build-isolation --no-deps --editable .
+	touch $@
+
+clean:
+	rm -rf build dist demo_out bench_out *.egg-info flash_attn_mx/_device flash_attn_mx/*.so
+	rm -f $(VENV)/.built
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
