@@ -112,7 +112,8 @@ class MXTensor:
 
     def check_unchanged(self):
         """Raises RuntimeError if data or scale was written to in place since this tensor was made."""
-        if self._versions is not None and self._versions != self._current_versions():
+        now = self._current_versions()
+        if None not in (now, self._versions) and now != self._versions:
             raise RuntimeError(
                 "MXTensor: data or scale was modified in place after quantisation; quantise again instead"
             )
@@ -133,7 +134,7 @@ class MXTensor:
 def dequantize(mx, dtype=torch.float32):
     """Returns data * scale of an MXTensor in dtype (fp32, bf16, fp16 or fp64), shape mx.shape, contiguous.
 
-    Exact in fp32 for every pair of bytes: scale byte 0 is 2^-127, byte 255 gives NaN. Products above fp32 are Inf.
+    Exact in fp32 for every pair of bytes: scale byte 0 is 2^-127, byte 255 gives NaN. Products above fp32 are Inf there.
     Tokens past the end of the last packed sequence have no block and read as 0.
     Raises: TypeError (dtype), RuntimeError (mx was overwritten since it was made).
     """
@@ -144,9 +145,10 @@ def dequantize(mx, dtype=torch.float32):
     if mx.cu_seqlens is None:
         factor = expand_blocks(factor, mx.axis, mx.shape)
     else:
-        row, covered = packed_rows(mx.cu_seqlens, mx.shape[0], mx.scale.shape[0])
-        factor = factor.index_select(0, row).where(covered[:, None, None], 0.0)
-    return (mx.data.to(torch.float32) * factor).to(dtype).contiguous()
+        factor, covered = expand_packed_blocks(factor, mx.cu_seqlens, mx.shape[0])
+        factor = factor.where(covered, 0.0)
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    return (mx.data.to(exact) * factor).to(dtype).contiguous()
 
 
 def decode_e8m0(scale):
@@ -181,17 +183,18 @@ def expand_blocks(scale, axis, shape):
     return scale.repeat_interleave(BLOCK, dim).narrow(dim, 0, shape[dim])
 
 
-def packed_rows(cu_seqlens, total, rows):
-    """(scale row of each of total tokens, whether a sequence covers it)."""
-    token = torch.arange(total, device=cu_seqlens.device)
-    if cu_seqlens.shape[0] < 2:
-        return torch.zeros_like(token), torch.zeros_like(token, dtype=torch.bool)
+def expand_packed_blocks(scale, cu_seqlens, total):
+    """Entry of the colwise block of each of total packed tokens (total,H,D), and whether a sequence covers it
+    (total,1,1)."""
+    token = torch.arange(total, device=scale.device)
+    if scale.shape[0] == 0:  # no sequence
+        return scale.new_zeros((total, *scale.shape[1:])), (token < 0)[:, None, None]
     cu = cu_seqlens.long()
     seq = torch.searchsorted(cu, token, right=True) - 1
     covered = (seq >= 0) & (seq < cu.shape[0] - 1)
-    seq = seq.clamp(0, cu.shape[0] - 2)
+    seq = seq.clamp(0, max(cu.shape[0] - 2, 0))
     row = cu[seq] // BLOCK + seq + (token - cu[seq]) // BLOCK
-    return row.clamp(0, max(rows - 1, 0)), covered
+    return scale.index_select(0, row.clamp(0, scale.shape[0] - 1)), covered[:, None, None]
 
 
 def _normal_swizzled(scale, shape, axis):

@@ -23,7 +23,7 @@ from .mx_tensor import (
     decode_e8m0,
     dequantize,
     expand_blocks,
-    packed_rows,
+    expand_packed_blocks,
 )
 
 __all__ = [
@@ -90,9 +90,9 @@ def quantize_pytorch(x, axis, rounding="rceil", dtype=torch.float8_e4m3fn, cu_se
         x = x.to(torch.float32)
         if axis == "colwise" and cu_seqlens is not None:
             scale = encode_scale(_packed_amax(x, cu_seqlens), rounding, dtype)
-            row, covered = packed_rows(cu_seqlens, x.shape[0], scale.shape[0])
-            byte = scale.index_select(0, row)
-            x = x.where(covered[:, None, None], 0.0)
+            byte, covered = expand_packed_blocks(scale, cu_seqlens, x.shape[0])
+            x = x.where(covered, 0.0)
+            byte = byte.where(covered, 127)
         else:
             scale = encode_scale(_block_amax(x, axis), rounding, dtype)
             byte = expand_blocks(scale, axis, x.shape)
@@ -101,13 +101,18 @@ def quantize_pytorch(x, axis, rounding="rceil", dtype=torch.float8_e4m3fn, cu_se
         limit = 1.75 * 2.0 ** EMAX[dtype]
         data = (x * factor).clamp(-limit, limit).to(dtype).view(torch.uint8)
         data = data.where(byte != NAN_SCALE, 0 if axis == "tokenwise" else _NAN_PAYLOAD)
-        return data.contiguous().view(dtype), scale.contiguous().view(torch.float8_e8m0fnu)
+        return _dense(data).view(dtype), _dense(scale).view(torch.float8_e8m0fnu)
 
 
 def _quantize_op(x, axis, rounding, dtype, cu_seqlens):
     if hasattr(torch.ops.flash_attn_mx, "quantize"):
         return torch.ops.flash_attn_mx.quantize(x, axis, rounding, dtype, cu_seqlens)
     return quantize_pytorch(x, axis, rounding, dtype, cu_seqlens)
+
+
+def _dense(t):
+    """t with exactly the strides of a new tensor, those of sizes 0 and 1 included, as fake tensors promise."""
+    return t.flatten().view(t.shape) if t.numel() else t.new_empty(t.shape)
 
 
 def _max_bits(x, dim):
