@@ -12,7 +12,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ._errors import expect
+from ._errors import fail
 
 BACKENDS = ("auto", "sm100", "portable", "emulator")
 FALLBACKS = ("warn", "silent", "error")
@@ -74,7 +74,8 @@ _KERNELS = {
 
 def set_backend(backend: str) -> None:
     """Chooses who computes: "auto", "sm100", "portable" or "emulator". Process-wide; a call's backend= wins over it."""
-    expect(backend in BACKENDS, ValueError, "backend", f"one of {BACKENDS}", repr(backend))
+    if backend not in BACKENDS:
+        fail(ValueError, "backend", f"one of {BACKENDS}", repr(backend))
     _settings.backend = backend
 
 
@@ -85,17 +86,18 @@ def get_backend() -> str:
 
 def set_fallback(fallback: str) -> None:
     """What happens when `auto` cannot take the sm_100 kernels: "warn" (once per reason), "silent" or "error"."""
-    expect(fallback in FALLBACKS, ValueError, "fallback", f"one of {FALLBACKS}", repr(fallback))
+    if fallback not in FALLBACKS:
+        fail(ValueError, "fallback", f"one of {FALLBACKS}", repr(fallback))
     _settings.fallback = fallback
     _warned.clear()
 
 
 def set_policy(min_seqlen_k: int = 0, max_outlier: Optional[float] = None) -> None:
     """Sets when `auto` leaves MXFP8 for high precision; see Policy. Called without arguments it restores the default."""
-    whole = isinstance(min_seqlen_k, int) and min_seqlen_k >= 0
-    expect(whole, ValueError, "min_seqlen_k", "an int >= 0", repr(min_seqlen_k))
-    good = max_outlier is None or max_outlier > 1
-    expect(good, ValueError, "max_outlier", "None or a ratio > 1", repr(max_outlier))
+    if not (isinstance(min_seqlen_k, int) and min_seqlen_k >= 0):
+        fail(ValueError, "min_seqlen_k", "an int >= 0", repr(min_seqlen_k))
+    if not (max_outlier is None or max_outlier > 1):
+        fail(ValueError, "max_outlier", "None or a ratio > 1", repr(max_outlier))
     _settings.policy = Policy(min_seqlen_k, max_outlier)
 
 
@@ -142,7 +144,8 @@ def plan(
     backend: Optional[str] = None,
 ) -> Plan:
     """Chooses the backend of one call; raises NotImplementedError where a backend was asked for that cannot serve it."""
-    expect(backend is None or backend in BACKENDS, ValueError, "backend", f"one of {BACKENDS} or None", repr(backend))
+    if backend is not None and backend not in BACKENDS:
+        fail(ValueError, "backend", f"one of {BACKENDS} or None", repr(backend))
     requested = backend or _settings.backend
     high_precision = _high_precision_reasons(tensors, max_seqlen_k, attn_mask, dropout_p)
     device = next(iter(tensors.values())).device

@@ -7,14 +7,16 @@ from torch import Tensor
 
 from . import dispatch, ops
 from ._errors import (
+    INPUT_DTYPES,
     check_cu_seqlens,
     check_head_shapes,
     check_qkv,
     check_softmax_scale,
     check_window,
-    expect,
+    fail,
 )
-from .quantize import MXTensor, dequantize, quantize_mxfp8
+from .mx_tensor import MXTensor
+from .quantize import EMAX, ROUNDINGS, dequantize, quantize_mxfp8
 
 _OPS = torch.ops.flash_attn_mx
 _E4M3 = torch.float8_e4m3fn
@@ -61,7 +63,7 @@ def flash_attn_func(
     check_qkv(q, k, v, packed=False)
     window = _window(causal, window_size)
     scale = check_softmax_scale(softmax_scale, q.shape[-1])
-    _check_options(deterministic, return_lse, dropout_p, attn_mask)
+    _check_options(deterministic, return_lse, rounding, dout_dtype, dropout_p, attn_mask)
     chosen = dispatch.plan({"q": q, "k": k, "v": v}, k.shape[1], attn_mask is not None, dropout_p, backend)
     dispatch.announce(chosen)
     if chosen.backend == "high_precision":
@@ -102,14 +104,14 @@ def flash_attn_varlen_func(
     """
     q, k, v = _autocast(q, k, v)
     check_qkv(q, k, v, packed=True)
-    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q, q.shape[0], "max_seqlen_q", max_seqlen_q)
-    check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, q, k.shape[0], "max_seqlen_k", max_seqlen_k)
-    got = f"{cu_seqlens_k.shape[0]} offsets"
-    expected = f"{cu_seqlens_q.shape[0]} offsets, as cu_seqlens_q"
-    expect(cu_seqlens_k.shape == cu_seqlens_q.shape, ValueError, "cu_seqlens_k", expected, got)
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q, "max_seqlen_q", max_seqlen_q)
+    check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, q, "max_seqlen_k", max_seqlen_k)
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+        expected = f"{cu_seqlens_q.shape[0]} offsets, as cu_seqlens_q"
+        fail(ValueError, "cu_seqlens_k", expected, f"{cu_seqlens_k.shape[0]} offsets")
     window = _window(causal, window_size)
     scale = check_softmax_scale(softmax_scale, q.shape[-1])
-    _check_options(deterministic, return_lse, 0.0, None)
+    _check_options(deterministic, return_lse, rounding, dout_dtype)
     chosen = dispatch.plan({"q": q, "k": k, "v": v}, max_seqlen_k, backend=backend)
     dispatch.announce(chosen)
     out, lse = _attention(
@@ -142,30 +144,24 @@ def flash_attn_mx_func(
     Raises: TypeError, ValueError, NotImplementedError as flash_attn_func.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        expect(isinstance(x, MXTensor), TypeError, name, "an MXTensor (see quantize_mxfp8)", type(x).__name__)
-        expect(len(x.shape) == 4, ValueError, name, "shape (batch, seqlen, heads, head_dim)", tuple(x.shape))
-        expect(not x.data.requires_grad, ValueError, name, "data that needs no gradient", "requires_grad=True")
-    for name, x in (("q", q), ("k", k)):
-        expect(x.axis == "rowwise", ValueError, name, "axis 'rowwise'", repr(x.axis))
+        if not isinstance(x, MXTensor):
+            fail(TypeError, name, "an MXTensor (see quantize_mxfp8)", type(x).__name__)
+        if len(x.shape) != 4:
+            fail(ValueError, name, "shape (batch, seqlen, heads, head_dim)", tuple(x.shape))
+        if x.data.requires_grad:
+            fail(ValueError, name, "data that needs no gradient", "requires_grad=True")
+        if name != "v" and x.axis != "rowwise":
+            fail(ValueError, name, "axis 'rowwise'", repr(x.axis))
+        if x.data.device != q.data.device:
+            fail(ValueError, name, f"the device of q, {q.data.device}", x.data.device)
     check_head_shapes(q.shape, k.shape, v.shape, packed=False)
-    devices = {str(x.data.device) for x in (q, k, v)}
-    expect(len(devices) == 1, ValueError, "q, k, v", "one device", ", ".join(sorted(devices)))
     window = _window(causal, window_size)
     masked = window != (-1, -1)
-    expect(
-        not (masked and v.axis == "colwise"),
-        ValueError,
-        "v",
-        "axis 'rowwise' or 'tokenwise' with causal or window_size, since colwise scales mix tokens",
-        "'colwise'",
-    )
-    expect(
-        out_dtype in (torch.bfloat16, torch.float16, torch.float32),
-        TypeError,
-        "out_dtype",
-        "bfloat16, float16 or float32",
-        out_dtype,
-    )
+    if masked and v.axis == "colwise":
+        expected = "axis 'rowwise' or 'tokenwise' with causal or window_size, since colwise scales mix tokens"
+        fail(ValueError, "v", expected, "'colwise'")
+    if out_dtype not in INPUT_DTYPES:
+        fail(TypeError, "out_dtype", "bfloat16, float16 or float32", out_dtype)
     scale = check_softmax_scale(softmax_scale, q.shape[-1])
     dispatch.announce(dispatch.plan({"q": q.data}, k.shape[1], backend=backend))
     q, k = q.to_layout("plain"), k.to_layout("plain")
@@ -210,8 +206,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    castable = (torch.float32, torch.bfloat16, torch.float16)
-    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in castable else x for x in tensors)
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in INPUT_DTYPES else x for x in tensors)
 
 
 def _window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
@@ -219,13 +214,19 @@ def _window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
     return (left, 0) if causal else (left, right)
 
 
-def _check_options(deterministic: bool, return_lse: bool, dropout_p: float, attn_mask: Optional[Tensor]) -> None:
+def _check_options(deterministic, return_lse, rounding, dout_dtype, dropout_p=0.0, attn_mask=None) -> None:
+    if rounding not in ROUNDINGS:
+        fail(ValueError, "rounding", f"one of {ROUNDINGS}", repr(rounding))
+    if dout_dtype not in EMAX:
+        fail(TypeError, "dout_dtype", "torch.float8_e4m3fn or torch.float8_e5m2", dout_dtype)
     for name, value in (("deterministic", deterministic), ("return_lse", return_lse)):
-        expect(isinstance(value, bool), TypeError, name, "a bool", type(value).__name__)
+        if not isinstance(value, bool):
+            fail(TypeError, name, "a bool", type(value).__name__)
     number = isinstance(dropout_p, (int, float)) and not isinstance(dropout_p, bool)
-    expect(number and 0.0 <= dropout_p < 1.0, ValueError, "dropout_p", "a probability in [0, 1)", repr(dropout_p))
-    good = attn_mask is None or isinstance(attn_mask, Tensor)
-    expect(good, TypeError, "attn_mask", "a tensor or None", type(attn_mask).__name__)
+    if not (number and 0.0 <= dropout_p < 1.0):
+        fail(ValueError, "dropout_p", "a probability in [0, 1)", repr(dropout_p))
+    if not (attn_mask is None or isinstance(attn_mask, Tensor)):
+        fail(TypeError, "attn_mask", "a tensor or None", type(attn_mask).__name__)
 
 
 def _requantised(x: MXTensor, axis: str) -> MXTensor:
@@ -238,16 +239,23 @@ def _requantised(x: MXTensor, axis: str) -> MXTensor:
 
 def _attention(q, k, v, cu_q, cu_k, max_q, max_k, scale, window, deterministic, rounding, dout_dtype):
     """(out, lse) through the MXFP8 operators, with a graph where one is wanted."""
-    if type(q) is not Tensor:
-        ops.register_sharding_for(q)
+    if not (type(q) is type(k) is type(v) is Tensor):
+        ops.prepare_dtensors(q, k, v)
     if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         operands = _quantise_forward(q, k, v, cu_k, window, rounding)
         return _OPS.fwd(*operands, cu_q, cu_k, max_q, max_k, scale, *window, q.dtype)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    # Dynamo refuses one tensor in two places of an autograd.Function.
+    k, v = _distinct(k, q), _distinct(v, q, k)
+    cu_k = _distinct(cu_k, cu_q) if cu_k is not None else None
     result = _Attention.apply(
         q, k, v, cu_q, cu_k, max_q, max_k, scale, *window, deterministic, rounding, dout_dtype
     )  # fmt: skip
     return result[0], result[1]
+
+
+def _distinct(x: Tensor, *others: Tensor) -> Tensor:
+    return x.view_as(x) if any(x is other for other in others) else x
 
 
 def _quantise_forward(q, k, v, cu_k, window, rounding):

@@ -4,6 +4,7 @@ Schemas come from csrc/ops/schemas.def. The native library defines them and serv
 file is read here. The portable implementations below serve every device for which nothing faster is registered.
 """
 
+import functools
 import re
 from pathlib import Path
 from typing import Optional
@@ -116,8 +117,22 @@ def _bwd(
     return tuple(grads)
 
 
+def _in_fp32(function):
+    """Shields an implementation from autocast, which would run its matrix products in bf16."""
+
+    @functools.wraps(function)
+    def run(*arguments):
+        device = arguments[0].device.type
+        if not torch.is_autocast_enabled(device):
+            return function(*arguments)
+        with torch.autocast(device, enabled=False):
+            return function(*arguments)
+
+    return run
+
+
 for _name, _function in (("quantize", quantize_pytorch), ("fwd", _fwd), ("bwd", _bwd)):
-    _implementations.impl(_name, _function, "CompositeExplicitAutograd")
+    _implementations.impl(_name, _in_fp32(_function), "CompositeExplicitAutograd")
 
 
 # --- fakes ----------------------------------------------------------------------------------------------------
@@ -170,12 +185,14 @@ torch.library.register_autograd(
 _sharding_registered = False
 
 
-def register_sharding_for(x: Tensor) -> None:
-    """Tells DTensor, when the first one arrives, that batch and heads may be sharded (its import is slow)."""
+def prepare_dtensors(*tensors: Tensor) -> None:
+    """Where the tensors are DTensors: registers the sharding rules (once; the import is slow) and checks placements."""
     global _sharding_registered
-    if _sharding_registered or "DTensor" not in (cls.__name__ for cls in type(x).__mro__):
+    if not any("DTensor" in (cls.__name__ for cls in type(x).__mro__) for x in tensors):
         return
     from . import _sharding
 
-    _sharding.register()
-    _sharding_registered = True
+    if not _sharding_registered:
+        _sharding.register()
+        _sharding_registered = True
+    _sharding.check_placements(*tensors)

@@ -218,7 +218,7 @@ class _Shape:
 
     def heads_last(self, x: Tensor, seqlen: int, dtype: torch.dtype) -> Tensor:
         """(B * Hkv, G, S, D) -> (B, S, H, D), contiguous."""
-        x = x.view(self.batch, -1, *x.shape[2:]).transpose(1, 2)
+        x = x.view(self.batch, self.nheads_k * x.shape[1], *x.shape[2:]).transpose(1, 2)
         return x[:, :seqlen].to(dtype).contiguous()
 
 
