@@ -1,0 +1,77 @@
+// End of an item, by the softmax threads: O / l -> GMEM, LSE -> GMEM. One thread writes one row.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "attn_fwd/config.cuh"
+#include "common/softmax.cuh"
+
+namespace flash_attn_mx::fwd {
+
+// 16 bytes of output.
+template <class Out>
+union OutVector {
+  static constexpr int kSize = 16 / sizeof(Out);
+  Out element[kSize];
+  uint4 bits;
+  __device__ OutVector() {}
+};
+
+template <class C, class Out>
+struct Epilogue {
+  const AttnFwdParams& p;
+
+  // tmem: O of the warp's lanes. live: O holds a product; else no row of the tile saw a key.
+  FAMX_DEVICE void run(const Work& work, int tile, int row, const RowState& state, uint32_t tmem,
+                       bool live) const {
+    const int query = work.row + tile * kTile + row;
+    const bool exists = query < work.seqlen_q;
+    const bool empty = state.sum == 0.0f;
+    const float inverse = empty ? 0.0f : 1.0f / (state.sum + state.sum_quantised);
+    const int64_t batch = p.cu_seqlens_q ? 0 : work.batch;
+    const int64_t token = work.q_start + int64_t(query);
+    Out* out = static_cast<Out*>(p.out) + batch * p.out_stride_batch + token * p.out_stride_token +
+               work.head * p.out_stride_head;
+    ptx::tcgen05_fence_after();  // O was written by the mma
+#pragma unroll 1
+    for (int column = 0; column < C::kHeadDim; column += 32) {
+      uint32_t o[32];
+      if (live) {  // the same in all threads of the tile
+        ptx::tmem_load_32(o, tmem + column);
+        ptx::tmem_wait_load();
+        ptx::pin(o);
+      }
+#pragma unroll
+      for (int j = 0; j < 32; j += OutVector<Out>::kSize) {
+        OutVector<Out> v;
+#pragma unroll
+        for (int k = 0; k < OutVector<Out>::kSize; ++k) {
+          const float x = live ? __uint_as_float(o[j + k]) : 0.0f;
+          v.element[k] = Out(empty ? 0.0f : x * inverse);
+        }
+        store(out, column + j, v, exists);
+      }
+    }
+    ptx::tcgen05_fence_before();  // the next item's PV overwrites O after this thread's next p_full
+    if (exists) {
+      const float lse = (ptx::log2_approx(state.sum) + state.reference) * 0.693147180559945f;
+      p.lse[batch * p.lse_stride_batch + work.head * p.lse_stride_head + token] =
+          empty ? -kInfinity : lse;
+    }
+  }
+
+  FAMX_DEVICE void store(Out* out, int column, const OutVector<Out>& v, bool exists) const {
+    constexpr int kSize = OutVector<Out>::kSize;
+    if (!exists) return;
+    if (p.out_aligned && column + kSize <= p.head_dim) {
+      *reinterpret_cast<uint4*>(out + column) = v.bits;
+    } else {
+#pragma unroll
+      for (int k = 0; k < kSize; ++k)
+        if (column + k < p.head_dim) out[column + k] = v.element[k];
+    }
+  }
+};
+
+}  // namespace flash_attn_mx::fwd
