@@ -26,6 +26,15 @@ struct Loader {
       }
       load_v(work, work.key_tile(steps - 1));
     }
+    drain();
+  }
+
+  // Every buffer released: no commit may arrive at a barrier of a CTA that has gone.
+  FAMX_DEVICE void drain() {
+    for (int i = 0; i < C::kKVStages; ++i, kv.advance())
+      ptx::mbarrier_wait(barrier_at(smem + C::kKVEmpty, kv.stage), kv.parity ^ 1);
+    for (int i = 0; i < C::kQStages; ++i, q.advance())
+      ptx::mbarrier_wait(barrier_at(smem + C::kQEmpty, q.stage), q.parity ^ 1);
   }
 
   // q_empty -> Q, SFQ of the query tiles that see a key -> q_full
