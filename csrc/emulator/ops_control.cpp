@@ -346,8 +346,10 @@ void do_clc_try(Exec& x, const Instr& in, uint32_t mask) {  // aux: multicast to
     uint32_t id = m.next_cluster.fetch_add(1), resp[4] = {0, 0, 0, 0};
     if (id < m.num_clusters) {
       uint32_t nx = m.opt.grid[0] / m.opt.cluster[0], ny = m.opt.grid[1] / m.opt.cluster[1];
-      resp[0] = id % nx * m.opt.cluster[0], resp[1] = id / nx % ny * m.opt.cluster[1], resp[2] = id / nx / ny * m.opt.cluster[2];
-      resp[3] = 1;
+      // cuDNN's kernels read the "opaque" response themselves: x, y | z << 16, and bit 0 of the third word.
+      resp[0] = id % nx * m.opt.cluster[0];
+      resp[1] = id / nx % ny * m.opt.cluster[1] | id / nx / ny * m.opt.cluster[2] << 16;
+      resp[2] = 1;
     } else {
       cl->clc_failed = true;
     }
@@ -367,8 +369,8 @@ void do_clc_query(Exec& x, const Instr& in, uint32_t mask) {  // aux: 0 is_cance
   const U128* a = src(x, in.op[1], ta);
   uint32_t v[4][32], p = 0;
   for (int i = 0; i < 32; ++i) {
-    v[0][i] = (uint32_t)a[i].lo, v[1][i] = (uint32_t)(a[i].lo >> 32), v[2][i] = (uint32_t)a[i].hi, v[3][i] = 0;
-    p |= (uint32_t)((a[i].hi >> 32) != 0) << i;
+    v[0][i] = (uint32_t)a[i].lo, v[1][i] = (uint32_t)(a[i].lo >> 32) & 0xFFFF, v[2][i] = (uint32_t)(a[i].lo >> 48), v[3][i] = 0;
+    p |= (uint32_t)(a[i].hi & 1) << i;
   }
   if (in.aux[0] == 0) return put_pred(x, in.op[0], p, mask);
   if (in.aux[0] < 4) return put(x, in.op[0], v[in.aux[0] - 1], mask);
