@@ -1,19 +1,22 @@
 """Orders of MX scale bytes in memory: `plain` (one byte per block, row-major) and `swizzled128x4`.
 
-`swizzled128x4` is the order that the block-scaled tensor-core MMA loads (cuBLAS, cuDNN F8_128x4, torch SWIZZLE_32_4_4,
-torchao to_blocked, CUTLASS Sm1xxBlockScaledConfig): rows are padded to 128, columns to 4, and byte (r, c) lies at
+`swizzled128x4` is the order that the block-scaled tensor-core MMA loads (cuBLAS, cuDNN F8_128x4, torch
+SWIZZLE_32_4_4, torchao to_blocked, CUTLASS Sm1xxBlockScaledConfig): rows are padded to 128, columns to 4,
+and byte (r, c) lies at
 
     ((r/128)*(W/4) + c/4)*512 + (r%32)*16 + ((r/32)%4)*4 + c%4        with W = columns padded to 4
 
-A row is an index that the MMA does not contract, a column is one block of 32 contracted values. For attention operands
-every (batch, head) has its own buffer, padded on its own, so that a 128-row tile never mixes two heads:
+A row is an index that the MMA does not contract, a column is one block of 32 contracted values. For
+attention operands every (batch, head) has its own buffer, padded on its own, so that a 128-row tile never
+mixes two heads:
 
     axis     | plain scale of x (B,S,H,D) | rows | columns     | swizzled scale
     rowwise  | (B, S, H, ceil(D/32))      | S    | ceil(D/32)  | (B, H, bytes)
     colwise  | (B, ceil(S/32), H, D)      | D    | ceil(S/32)  | (B, H, bytes)
 
-(T,H,D) tensors give (H, bytes), (rows, cols) tensors give (bytes,). Bytes of the padding may hold anything: a kernel
-must not use them. Here they are 127 (a factor of one) unless told otherwise; byte 0 would be 2^-127, not zero.
+(T,H,D) tensors give (H, bytes), (rows, cols) tensors give (bytes,). Bytes of the padding may hold
+anything: a kernel must not use them. Here they are 127 (a factor of one) unless told otherwise; byte 0
+would be 2^-127, not zero.
 """
 
 import torch
@@ -53,7 +56,8 @@ def to_swizzled128x4(scale, padding=127):
         device=scale.device,
     )
     padded[..., :rows, :cols] = scale.view(torch.uint8)
-    # (..., tile row, row/32, row%32, tile column, col%4) -> (..., tile row, tile column, row%32, row/32, col%4)
+    # (..., tile row, row/32, row%32, tile column, column%4)
+    # -> (..., tile row, tile column, row%32, row/32, column%4)
     tiled = padded.view(*lead, tiles_r, 4, 32, tiles_c, TILE_COLS).movedim((-2, -3), (-4, -3))
     return tiled.reshape(*lead, swizzled_bytes(rows, cols)).view(scale.dtype)
 
@@ -62,7 +66,7 @@ def from_swizzled128x4(buf, rows, cols):
     """Reorders scale bytes from swizzled128x4 to plain; the padding is dropped.
 
     Args:
-      buf: (..., bytes) float8_e8m0fnu or uint8 with bytes >= swizzled_bytes(rows, cols); what follows is not read.
+      buf: (..., bytes) float8_e8m0fnu or uint8, bytes >= swizzled_bytes(rows, cols); the rest is not read.
       rows, cols: shape of the plain scale matrix.
     Returns: (..., rows, cols), the dtype of buf, contiguous.
     Raises: TypeError (dtype), ValueError (shape, buffer too short: names the needed size).
@@ -87,7 +91,7 @@ def from_swizzled128x4(buf, rows, cols):
 def operand_matrix(scale, axis):
     """The plain scale of a rowwise or colwise tensor as (..., rows, cols) MMA operand matrices (a view).
 
-    (B,S,H,C) gives (B,H,S,C) rowwise and (B,H,C,S) colwise, where S is the token or token-block dimension.
+    (B,S,H,C) gives (B,H,S,C) rowwise and (B,H,C,S) colwise; S counts tokens, or blocks of tokens.
     """
     if scale.dim() >= 3:
         scale = scale.transpose(-3, -2)
@@ -101,7 +105,7 @@ def operand_scale(matrix, axis):
 
 
 def operand_size(shape, axis):
-    """(leading sizes, rows, cols) of the scale matrices of a tensor of logical shape (B,S,H,D), (T,H,D) or (rows,cols)."""
+    """(leading sizes, rows, cols) of the scale matrices of a tensor of this logical shape."""
     tokens, channels = (shape[0], shape[1]) if len(shape) == 2 else (shape[-3], shape[-1])
     lead = () if len(shape) == 2 else (*shape[:-3], shape[-2])
     if axis == "rowwise":
@@ -122,7 +126,7 @@ def scale_shape(shape, axis, cu_seqlens=None):
 
 
 def packed_scale_rows(total_tokens, num_seqs):
-    """Rows of the colwise scale tensor of packed sequences; the blocks of sequence b start at cu[b]//32 + b."""
+    """Rows of the colwise scale of packed sequences; those of sequence b start at cu[b]//32 + b."""
     return total_tokens // BLOCK + num_seqs
 
 
