@@ -19,12 +19,39 @@ anything: a kernel must not use them. Here they are 127 (a factor of one) unless
 would be 2^-127, not zero.
 """
 
+import functools
+
 import torch
 
 BLOCK = 32
 TILE_ROWS = 128
 TILE_COLS = 4
 TILE_BYTES = TILE_ROWS * TILE_COLS
+
+_library = torch.library.Library("flash_attn_mx", "FRAGMENT")
+
+
+def opaque_when_compiled(schema, fake):
+    """Decorator: torch.compile sees the function as one operator of this schema; eager code calls it directly.
+
+    Inductor's C++ backend has no float8_e8m0fnu (torch 2.13: KeyError), so code that computes on scale
+    bytes must stay out of its kernels.
+    """
+
+    def decorate(function):
+        name = schema.split("(")[0]
+        _library.define(schema)
+        _library.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"flash_attn_mx::{name}", fake, lib=_library)
+        operator = getattr(torch.ops.flash_attn_mx, name)
+
+        @functools.wraps(function)
+        def call(*args):
+            return operator(*args) if torch.compiler.is_compiling() else function(*args)
+
+        return call
+
+    return decorate
 
 
 def swizzled_bytes(rows, cols):
@@ -47,6 +74,14 @@ def to_swizzled128x4(scale, padding=127):
         raise ValueError(f"scale: expected (..., rows, cols), got shape {tuple(scale.shape)}")
     if not 0 <= padding <= 255:
         raise ValueError(f"padding: expected a byte in 0..255, got {padding}")
+    return _swizzle(scale, padding)
+
+
+@opaque_when_compiled(
+    "to_swizzled128x4(Tensor scale, int padding) -> Tensor",
+    lambda scale, padding: scale.new_empty((*scale.shape[:-2], swizzled_bytes(*scale.shape[-2:]))),
+)
+def _swizzle(scale, padding):
     *lead, rows, cols = scale.shape
     tiles_r, tiles_c = _tiles(rows, TILE_ROWS), _tiles(cols, TILE_COLS)
     padded = torch.full(
@@ -80,12 +115,21 @@ def from_swizzled128x4(buf, rows, cols):
             f"buf: expected at least {need} bytes in the last dimension, the swizzled128x4 size of "
             f"{rows}x{cols} scales, got shape {tuple(buf.shape)}"
         )
-    lead = buf.shape[:-1]
+    return _unswizzle(buf, rows, cols)
+
+
+@opaque_when_compiled(
+    "from_swizzled128x4(Tensor buf, SymInt rows, SymInt cols) -> Tensor",
+    lambda buf, rows, cols: buf.new_empty((*buf.shape[:-1], rows, cols)),
+)
+def _unswizzle(buf, rows, cols):
+    lead, need = buf.shape[:-1], swizzled_bytes(rows, cols)
     tiles_r, tiles_c = _tiles(rows, TILE_ROWS), _tiles(cols, TILE_COLS)
     tiled = buf.view(torch.uint8)[..., :need].reshape(*lead, tiles_r, tiles_c, 32, 4, TILE_COLS)
     padded = tiled.movedim((-4, -3), (-2, -3))
     padded = padded.reshape(*lead, tiles_r * TILE_ROWS, tiles_c * TILE_COLS)
-    return padded[..., :rows, :cols].contiguous().view(buf.dtype)
+    cut = padded[..., :rows, :cols].clone(memory_format=torch.contiguous_format)
+    return cut.view(buf.dtype)
 
 
 def operand_matrix(scale, axis):
@@ -98,8 +142,16 @@ def operand_matrix(scale, axis):
     return scale if axis == "rowwise" else scale.transpose(-2, -1)
 
 
+@opaque_when_compiled(
+    "operand_scale(Tensor matrix, str axis) -> Tensor",
+    lambda matrix, axis: matrix.new_empty(_operand_view(matrix, axis).shape),
+)
 def operand_scale(matrix, axis):
-    """Inverse of operand_matrix: (..., rows, cols) matrices -> plain scale (a view)."""
+    """Inverse of operand_matrix: (..., rows, cols) matrices -> plain scale, a contiguous copy."""
+    return _operand_view(matrix, axis).clone(memory_format=torch.contiguous_format)
+
+
+def _operand_view(matrix, axis):
     matrix = matrix if axis == "rowwise" else matrix.transpose(-2, -1)
     return matrix.transpose(-3, -2) if matrix.dim() >= 3 else matrix
 

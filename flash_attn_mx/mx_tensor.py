@@ -107,7 +107,7 @@ class MXTensor:
         if layout == "plain":
             _, rows, cols = layouts.operand_size(self.shape, self.axis)
             matrix = layouts.from_swizzled128x4(self.scale, rows, cols)
-            scale = layouts.operand_scale(matrix, self.axis).contiguous()
+            scale = layouts.operand_scale(matrix, self.axis)
         else:
             _check_swizzle(self.axis, self.cu_seqlens)
             matrix = layouts.operand_matrix(self.scale, self.axis)
@@ -156,36 +156,25 @@ def dequantize(mx, dtype=torch.float32):
     return (mx.data.to(exact) * factor).to(dtype).contiguous()
 
 
+@layouts.opaque_when_compiled(
+    "decode_e8m0(Tensor scale) -> Tensor",
+    lambda scale: torch.empty_like(scale, dtype=torch.float32),
+)
 def decode_e8m0(scale):
     """fp32 value of E8M0 scale bytes (float8_e8m0fnu or uint8): 2^(byte-127), NaN for byte 255."""
-    if torch.compiler.is_compiling() and scale.dtype == torch.float8_e8m0fnu:
-        return torch.ops.flash_attn_mx.decode_e8m0(scale)
-    return _decode_e8m0(scale)
-
-
-def _decode_e8m0(scale):
     byte = scale.view(torch.uint8).to(torch.int32)
     bits = (byte << 23).where(byte != 0, 0x00400000).where(byte != NAN_SCALE, 0x7FC00000)
     return bits.view(torch.float32)
-
-
-# Inductor's C++ backend has no float8_e8m0fnu (torch 2.13: KeyError), so compiled code calls an operator.
-_library = torch.library.Library("flash_attn_mx", "FRAGMENT")
-_library.define("decode_e8m0(Tensor scale) -> Tensor")
-_library.impl("decode_e8m0", _decode_e8m0, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "flash_attn_mx::decode_e8m0",
-    lambda scale: torch.empty_like(scale, dtype=torch.float32),
-    lib=_library,
-)
 
 
 def expand_blocks(scale, axis, shape):
     """Repeats each block's entry over its values: plain scale shape -> shape (tokenwise: broadcasts)."""
     if axis == "tokenwise":
         return scale
+    # not repeat_interleave and narrow: Inductor (CPU, torch 2.13) reads wrong entries for a ragged size
     dim = layouts.block_dim(axis, len(shape))
-    return scale.repeat_interleave(BLOCK, dim).narrow(dim, 0, shape[dim])
+    block = torch.arange(shape[dim], device=scale.device) // BLOCK
+    return scale[(slice(None),) * dim + (block,)]
 
 
 def expand_packed_blocks(scale, cu_seqlens, total):
