@@ -36,6 +36,7 @@ bench: $(VENV)/.built
 	$(PY) $(firstword $(wildcard benchmarks/run.py) benchmarks/bench_portable.py) $(ARGS)
 
 wheel: $(VENV)/.built
+	rm -rf build/lib* build/bdist*
 	$(PIP) wheel -v --no-build-isolation --no-deps --wheel-dir dist .
 
 lint: $(VENV)/.installed
