@@ -1,6 +1,8 @@
 """The contract of docs/numerics.md: the public path against reference.py (tight) and against exact
 attention (the quality figures)."""
 
+import math
+
 import compare
 import pytest
 import tolerances as tol
@@ -9,6 +11,7 @@ from problems import Problem, Result, attend, attend_packed, exact, normal_probl
 
 import flash_attn_mx as famx
 from flash_attn_mx import reference
+from flash_attn_mx.reference import TILE
 
 NAN, INF = float("nan"), float("inf")
 
@@ -150,7 +153,7 @@ def _scale_tokens(x, powers):
 @pytest.mark.parametrize(
     "options", [{}, CAUSAL, {"window_size": (70, 20)}], ids=["full", "causal", "window"]
 )
-@pytest.mark.parametrize("kind", ["tokens", "channels", "tiny", "huge", "zeros"])
+@pytest.mark.parametrize("kind", ["tokens", "channels", "tiny", "huge", "zeros", "weights"])
 def test_contract_values(device, kind, options):
     """V and dO of widely different magnitudes: token scales folded into P, scale bytes at both ends."""
     problem = normal_problem(140, 260, head_dim=32, device=device)
@@ -169,6 +172,10 @@ def test_contract_values(device, kind, options):
         problem = problem._replace(v=problem.v * 2.0**-110, dout=problem.dout * 2.0**-60)
     elif kind == "huge":
         problem = problem._replace(v=problem.v * 2.0**60, dout=problem.dout * 2.0**40)
+    elif kind == "weights":  # tiny P on huge V: n = -86 and -43 carry as much of O as n = 0
+        tile = torch.arange(260) // TILE
+        problem = add_logits(problem, (tile - 2) * 43 * math.log(2))
+        problem = problem._replace(v=_scale_tokens(problem.v, (2 - tile) * 43 - 43))
     else:
         v, k, q = problem.v.clone(), problem.k.clone(), problem.q.clone()
         v[:, 32:80], k[:, 100:140], q[:, 7] = 0.0, 0.0, 0.0

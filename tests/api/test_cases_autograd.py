@@ -75,10 +75,10 @@ def test_c20_expanded_gradient_handed_over_directly(device):
 def test_c28_deterministic_gradients(device, packed, window, how):
     """C28: the same bits from run to run, by the argument and by torch's global flag.
 
-    50 runs where threads race; a CPU repeats itself or does not within a few.
+    50 runs where threads race; a CPU repeats itself at once or not.
     """
-    runs = 50 if device.type == "cuda" else 3
-    seqlen = 1024 if device.type == "cuda" else 256
+    runs = 50 if device.type == "cuda" else 2
+    seqlen = 1024 if device.type == "cuda" else 200
     problem = normal_problem(seqlen, batch=2, heads=8, heads_k=2, head_dim=128, device=device)
     options = {"causal": True, "window_size": window, "deterministic": how == "argument"}
     threads = torch.get_num_threads()
@@ -310,36 +310,3 @@ def test_c45_supported_dtypes_keep_theirs(device, dtype):
         assert getattr(got, name).dtype == dtype
         bound = tol.QUALITY_SMALL
         compare.assert_close(getattr(got, name), getattr(want, name), name, frobenius=bound)
-
-
-# ---- dropout -----------------------------------------------------------------------------------
-
-
-def test_c48_dropout_is_applied_or_refused(device):
-    """C48: MXFP8 has no dropout: a backend asked for by name refuses it, `auto` applies it."""
-    problem = normal_problem(64, heads=2, device=device)
-    with pytest.raises(NotImplementedError, match="dropout"):
-        famx.flash_attn_func(*problem[:3], dropout_p=0.1, backend="portable")
-    v = torch.ones_like(problem.v)
-    torch.manual_seed(0)
-    famx.set_fallback("silent")
-    try:
-        total = torch.zeros((), dtype=torch.float64)
-        for _ in range(300):
-            out = famx.flash_attn_func(*problem[:2], v, dropout_p=0.1, backend="auto")
-            total += out[..., 0].double().mean().cpu()
-            assert not torch.allclose(out, torch.ones_like(out), atol=1e-3)
-        # No sticky state: without the number there is no dropout.
-        plain = famx.flash_attn_func(*problem[:2], v, backend="auto")
-    finally:
-        famx.set_fallback("warn")
-    assert abs(float(total) / 300 - 1) < 0.01
-    compare.assert_close(plain, torch.ones_like(plain), "out", atol=tol.ONES_V * 3)
-
-
-@pytest.mark.parametrize("p", [-0.1, 1.0, 1.5, "0.1"])
-def test_c48_bad_dropout_raises(device, p):
-    """C48: not a probability."""
-    problem = normal_problem(4, device=device)
-    with pytest.raises(ValueError, match="dropout_p"):
-        famx.flash_attn_func(*problem[:3], dropout_p=p)

@@ -1,6 +1,5 @@
 """Cases of shapes, masks, layouts and sizes that went wrong elsewhere."""
 
-import math
 
 import compare
 import pytest
@@ -13,7 +12,6 @@ from problems import (
     exact,
     normal_problem,
     oracle,
-    pack,
     uniform_problem,
 )
 
@@ -512,62 +510,3 @@ def test_c24_unaligned_base_pointer(device, offset, dtype):
     want = attend(aligned, causal=True)
     for name, got in zip(want._fields, (out, lse, *gradients), strict=False):
         compare.assert_equal_bits(got, getattr(want, name), name)
-
-
-# ---- option pairs ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("return_lse", [False, True])
-@pytest.mark.parametrize("heads_k", [1, 2])
-@pytest.mark.parametrize("window", [(-1, -1), (9, 3)], ids=str)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "varlen"])
-def test_c49_every_combination_of_options(
-    device, packed, causal, window, heads_k, return_lse, deterministic
-):
-    """C49: documented options combine: near exact attention, and alike with and without the extras."""
-    problems = [
-        normal_problem(n, m, heads=2, heads_k=heads_k, head_dim=32, seed=n, device=device)
-        for n, m in ((33, 40), (20, 20))
-    ]
-    masks = {"causal": causal, "window_size": window}
-    extras = {"return_lse": return_lse, "deterministic": deterministic}
-    if packed:
-        batch, cu_q, cu_k = pack(problems)
-        offsets = [torch.tensor(cu, dtype=torch.int32, device=device) for cu in (cu_q, cu_k)]
-    for index, problem in enumerate(problems[: 2 if packed else 1]):
-        leaves = [t.detach().requires_grad_() for t in (batch if packed else problem)[:3]]
-        if packed:
-            result = famx.flash_attn_varlen_func(*leaves, *offsets, 33, 40, **masks, **extras)
-        else:
-            result = famx.flash_attn_func(*leaves, **masks, **extras)
-        assert isinstance(result, tuple) == return_lse
-        out = result[0] if return_lse else result
-        gradients = torch.autograd.grad(out, leaves, (batch if packed else problem).dout)
-        want = exact(problem, **masks)
-        got = [out, *gradients]
-        if packed:
-            at = [slice(cu[index], cu[index + 1]) for cu in (cu_q, cu_q, cu_k, cu_k)]
-            got = [t[a].unsqueeze(0) for t, a in zip(got, at, strict=True)]
-        for name, value in zip(("out", "dq", "dk", "dv"), got, strict=True):
-            compare.assert_close(value, getattr(want, name), name, frobenius=tol.QUALITY_SMALL)
-
-
-def test_c63_sizes_that_no_block_divides(device):
-    """C63: D=16, S=1, and packed totals with a ragged end work; padding shows nowhere."""
-    for seqlen, head_dim in ((1, 16), (1, 64), (47, 16)):
-        problem = normal_problem(seqlen, head_dim=head_dim, device=device)
-        result = attend(problem, causal=True)
-        want = exact(problem, causal=True)
-        assert result.out.shape == problem.q.shape and result.lse.shape == (1, 1, seqlen)
-        compare.assert_close(result.out, want.out, "out", frobenius=tol.QUALITY_SMALL)
-    flat = Problem(*(t[0] for t in normal_problem(7999, head_dim=16, device=device)))
-    cu = [0, 7984, 7999]
-    result = attend_packed(flat, cu, window_size=(64, 0))
-    assert [t.shape for t in (result.out, result.dq, result.dk, result.dv)] == [flat.q.shape] * 4
-    tail = Problem(*(t[7984:].unsqueeze(0) for t in flat))
-    want = attend(tail, window_size=(64, 0))
-    compare.assert_equal_bits(result.out[7984:], want.out[0], "out")
-    compare.assert_equal_bits(result.dk[7984:], want.dk[0], "dk")
-    assert math.isclose(float(result.lse[0, 7984]), float(want.lse[0, 0, 0]))
