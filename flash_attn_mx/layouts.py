@@ -1,22 +1,22 @@
 """Orders of MX scale bytes in memory: `plain` (one byte per block, row-major) and `swizzled128x4`.
 
-`swizzled128x4` is the order that the block-scaled tensor-core MMA loads (cuBLAS, cuDNN F8_128x4, torch
-SWIZZLE_32_4_4, torchao to_blocked, CUTLASS Sm1xxBlockScaledConfig): rows are padded to 128, columns to 4,
-and byte (r, c) lies at
+`swizzled128x4` is the order that the block-scaled tensor-core MMA loads (cuBLAS, cuDNN F8_128x4,
+torch SWIZZLE_32_4_4, torchao to_blocked, CUTLASS Sm1xxBlockScaledConfig): rows are padded to 128,
+columns to 4, and byte (r, c) lies at
 
     ((r/128)*(W/4) + c/4)*512 + (r%32)*16 + ((r/32)%4)*4 + c%4        with W = columns padded to 4
 
-A row is an index that the MMA does not contract, a column is one block of 32 contracted values. For
-attention operands every (batch, head) has its own buffer, padded on its own, so that a 128-row tile never
-mixes two heads:
+A row is an index that the MMA does not contract, a column is one block of 32 contracted values.
+For attention operands every (batch, head) has its own buffer, padded on its own, so that a 128-row
+tile never mixes two heads:
 
     axis     | plain scale of x (B,S,H,D) | rows | columns     | swizzled scale
     rowwise  | (B, S, H, ceil(D/32))      | S    | ceil(D/32)  | (B, H, bytes)
     colwise  | (B, ceil(S/32), H, D)      | D    | ceil(S/32)  | (B, H, bytes)
 
 (T,H,D) tensors give (H, bytes), (rows, cols) tensors give (bytes,). Bytes of the padding may hold
-anything: a kernel must not use them. Here they are 127 (a factor of one) unless told otherwise; byte 0
-would be 2^-127, not zero.
+anything: a kernel must not use them. Here they are 127 (a factor of one) unless told otherwise;
+byte 0 would be 2^-127, not zero.
 """
 
 import functools
@@ -32,10 +32,10 @@ _library = torch.library.Library("flash_attn_mx", "FRAGMENT")
 
 
 def opaque_when_compiled(schema, fake):
-    """Decorator: torch.compile sees the function as one operator of this schema; eager code calls it directly.
+    """Decorator: torch.compile sees the function as one operator; eager code calls it directly.
 
-    Inductor's C++ backend has no float8_e8m0fnu (torch 2.13: KeyError), so code that computes on scale
-    bytes must stay out of its kernels.
+    Inductor's C++ backend has no float8_e8m0fnu (torch 2.13: KeyError), so code that computes on
+    scale bytes must stay out of its kernels.
     """
 
     def decorate(function):
@@ -55,7 +55,7 @@ def opaque_when_compiled(schema, fake):
 
 
 def swizzled_bytes(rows, cols):
-    """Bytes of the swizzled128x4 buffer of a (rows, cols) scale matrix: whole 128x4 tiles of 512 bytes."""
+    """Bytes of the swizzled128x4 buffer of (rows, cols) scales: whole 128x4 tiles of 512 bytes."""
     return _tiles(rows, TILE_ROWS) * _tiles(cols, TILE_COLS) * TILE_BYTES
 
 
@@ -101,7 +101,8 @@ def from_swizzled128x4(buf, rows, cols):
     """Reorders scale bytes from swizzled128x4 to plain; the padding is dropped.
 
     Args:
-      buf: (..., bytes) float8_e8m0fnu or uint8, bytes >= swizzled_bytes(rows, cols); the rest is not read.
+      buf: (..., bytes) float8_e8m0fnu or uint8, bytes >= swizzled_bytes(rows, cols); the rest is
+        not read.
       rows, cols: shape of the plain scale matrix.
     Returns: (..., rows, cols), the dtype of buf, contiguous.
     Raises: TypeError (dtype), ValueError (shape, buffer too short: names the needed size).
@@ -133,7 +134,7 @@ def _unswizzle(buf, rows, cols):
 
 
 def operand_matrix(scale, axis):
-    """The plain scale of a rowwise or colwise tensor as (..., rows, cols) MMA operand matrices (a view).
+    """A plain rowwise or colwise scale as (..., rows, cols) MMA operand matrices (a view).
 
     (B,S,H,C) gives (B,H,S,C) rowwise and (B,H,C,S) colwise; S counts tokens, or blocks of tokens.
     """
@@ -166,7 +167,7 @@ def operand_size(shape, axis):
 
 
 def scale_shape(shape, axis, cu_seqlens=None):
-    """Shape of the plain scale tensor of a tensor of logical shape (B,S,H,D), (T,H,D) or (rows,cols)."""
+    """Shape of the plain scale of a tensor of shape (B,S,H,D), (T,H,D) or (rows,cols)."""
     if axis == "rowwise":
         return (*shape[:-1], blocks(shape[-1]))
     if axis == "tokenwise":

@@ -24,13 +24,13 @@ class MXTensor:
     """An MXFP8 tensor: x ≈ data * scale. Made by quantize_mxfp8 or MXTensor.from_parts.
 
     Attributes:
-      data: (B,S,H,D), (T,H,D) or (rows,cols) float8_e4m3fn or float8_e5m2; its shape is the logical one.
+      data: (B,S,H,D), (T,H,D) or (rows,cols) float8_e4m3fn or float8_e5m2; the logical shape.
       scale: float8_e8m0fnu. plain: layouts.scale_shape(shape, axis); swizzled128x4: (B,H,bytes),
         (H,bytes) or (bytes,).
       axis: "rowwise", "colwise" or "tokenwise".   layout: "plain" or "swizzled128x4".
       cu_seqlens: (nseq+1,) int32 for colwise packed sequences, else None.
-    data and scale must not be written to afterwards: the same values quantised along another axis would
-    go stale. Every later use raises RuntimeError.
+    data and scale must not be written to afterwards: the same values quantised along another axis
+    would go stale. Every later use raises RuntimeError.
     Raises: TypeError (dtypes), ValueError (shapes, devices, requires_grad).
     """
 
@@ -47,18 +47,19 @@ class MXTensor:
 
     @classmethod
     def from_parts(cls, data, scale, axis, layout="plain", shape=None, cu_seqlens=None):
-        """Makes an MXTensor of FP8 data and E8M0 scales that were quantised elsewhere; copies only to reorder.
+        """Makes an MXTensor of FP8 data and E8M0 scales made elsewhere; copies only to reorder.
 
         Args:
-          data: (B,S,H,D), (T,H,D) or (rows,cols) float8_e4m3fn, float8_e5m2, or uint8 with e4m3 bytes.
+          data: (B,S,H,D), (T,H,D) or (rows,cols) float8_e4m3fn, float8_e5m2, or uint8 (e4m3 bytes).
           scale: float8_e8m0fnu or uint8.
-            layout="plain": layouts.scale_shape(data.shape, axis), as torchao MXTensor and torch scaled_mm
-            BlockWise1x32 hold it; for 2-D data also padded to (128, 4), or (4, 128) colwise.
-            layout="swizzled128x4": one buffer per (batch, head), of any shape (B,H,...) or (H,...), such
-            as (B,H,pad128(S),pad4(D/32)) of cuDNN and TransformerEngine; for 2-D data a buffer of any
-            shape, flattened or padded (torch SWIZZLE_32_4_4).
-          shape: logical shape where data is a 2-D matrix that lists it row by row, such as (B*S*H, D) or
-            (B*S, H*D) of (B,S,H,D); rowwise or tokenwise. Its scales, swizzled too, are those of the matrix.
+            layout="plain": layouts.scale_shape(data.shape, axis), as torchao MXTensor and torch
+            scaled_mm BlockWise1x32 hold it; for 2-D data also padded to (128, 4), colwise (4, 128).
+            layout="swizzled128x4": one buffer per (batch, head), of any shape (B,H,...) or (H,...),
+            such as (B,H,pad128(S),pad4(D/32)) of cuDNN and TransformerEngine; for 2-D data a buffer
+            of any shape, flattened or padded (torch SWIZZLE_32_4_4).
+          shape: logical shape where data is a 2-D matrix that lists it row by row, such as
+            (B*S*H, D) or (B*S, H*D) of (B,S,H,D); rowwise or tokenwise. Its scales, swizzled too,
+            are those of the matrix.
           cu_seqlens: (nseq+1,) int32 for colwise packed sequences.
         Raises: TypeError, ValueError: "argument: expected ..., got ...".
         """
@@ -115,11 +116,12 @@ class MXTensor:
         return MXTensor(self.data, scale, self.axis, layout, self.cu_seqlens)
 
     def check_unchanged(self):
-        """Raises RuntimeError if data or scale was written to in place since this tensor was made."""
+        """Raises RuntimeError if data or scale was written to in place after construction."""
         now = self._current_versions()
         if None not in (now, self._versions) and now != self._versions:
             raise RuntimeError(
-                "MXTensor: data or scale was modified in place after quantisation; quantise again instead"
+                "MXTensor: data or scale was modified in place after quantisation; "
+                "quantise again instead"
             )
 
     def _current_versions(self):
@@ -136,11 +138,11 @@ class MXTensor:
 
 
 def dequantize(mx, dtype=torch.float32):
-    """Returns data * scale of an MXTensor in dtype (fp32, bf16, fp16 or fp64), shape mx.shape, contiguous.
+    """Returns data * scale of an MXTensor: mx.shape, contiguous, dtype fp32, bf16, fp16 or fp64.
 
-    Exact in fp32 for every pair of bytes: scale byte 0 is 2^-127, byte 255 gives NaN; products beyond
-    the range of fp32 are Inf there.
-    Tokens past the end of the last packed sequence have no block and read as 0.
+    Exact in fp32 for every pair of bytes: scale byte 0 is 2^-127, byte 255 gives NaN; products
+    beyond the range of fp32 are Inf there. Tokens past the end of the last packed sequence have no
+    block and read as 0.
     Raises: TypeError (dtype), RuntimeError (mx was overwritten since it was made).
     """
     if dtype not in (*FLOAT_DTYPES, torch.float64):
@@ -168,17 +170,17 @@ def decode_e8m0(scale):
 
 
 def expand_blocks(scale, axis, shape):
-    """Repeats each block's entry over its values: plain scale shape -> shape (tokenwise: broadcasts)."""
+    """Repeats each block's entry over its values: plain scale -> shape (tokenwise: broadcasts)."""
     if axis == "tokenwise":
         return scale
-    # not repeat_interleave and narrow: Inductor (CPU, torch 2.13) reads wrong entries for a ragged size
+    # not repeat_interleave and narrow: Inductor (CPU, torch 2.13) then misreads ragged sizes
     dim = layouts.block_dim(axis, len(shape))
     block = torch.arange(shape[dim], device=scale.device) // BLOCK
     return scale[(slice(None),) * dim + (block,)]
 
 
 def expand_packed_blocks(scale, cu_seqlens, total):
-    """Entry of each packed token's colwise block (total,H,D); whether a sequence has it (total,1,1)."""
+    """Entry of each packed token's block (total,H,D); whether a sequence has it (total,1,1)."""
     token = torch.arange(total, device=scale.device)
     if scale.shape[0] == 0:  # no sequence
         return scale.new_zeros((total, *scale.shape[1:])), (token < 0)[:, None, None]
@@ -228,8 +230,8 @@ def _reshape_matrix(mx, shape):
         whole or (mx.axis == "rowwise" and shape[-1] % BLOCK == 0 and mx.shape[1] % shape[-1] == 0)
     ):
         raise ValueError(
-            f"shape: expected {mx.data.numel()} values, whose rows of {mx.shape[1]} end where a block "
-            f"ends, got {shape}"
+            f"shape: expected {mx.data.numel()} values, whose rows of {mx.shape[1]} end where "
+            f"a block ends, got {shape}"
         )
     return MXTensor(
         mx.data.reshape(shape), mx.scale.reshape(layouts.scale_shape(shape, mx.axis)), mx.axis

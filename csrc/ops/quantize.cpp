@@ -1,5 +1,5 @@
-// flash_attn_mx::quantize on CPU: tensors -> checks -> rows or blocks in parallel -> payload and scale bytes.
-// Gives the bytes of quantize_pytorch (flash_attn_mx/quantize.py); the arithmetic is in quantize_block.h.
+// flash_attn_mx::quantize on CPU: tensors -> checks -> rows or blocks in parallel -> bytes.
+// Gives the bytes of quantize_pytorch (flash_attn_mx/quantize.py); arithmetic in quantize_block.h.
 #include <algorithm>
 #include <optional>
 #include <string>

@@ -1,8 +1,9 @@
 // MXFP8 rounding of blocks, docs/numerics.md §1. Plain C++, no torch: pointers in, bytes out.
 //
-// FLOW   x (fp32/bf16/fp16) -> fp32 -> block maximum as integer -> scale byte -> x * 2^(127-byte) -> payload byte
-// Inner loops are branch-free integer code over contiguous values, which the compiler vectorises. On x86 each entry
-// is built twice, for AVX2 and for the baseline, and chosen at run time.
+// FLOW   x (fp32/bf16/fp16) -> fp32 -> block maximum as integer -> scale byte
+//        -> x * 2^(127-byte) -> payload byte
+// Inner loops are branch-free integer code over contiguous values, which the compiler vectorises.
+// On x86 each entry is built twice, for AVX2 and for the baseline, and chosen at run time.
 #pragma once
 
 #include <cstdint>
@@ -57,7 +58,7 @@ FAMX_INLINE float float_of(uint32_t u) {
   return x;
 }
 
-// condition ? a : b. As a mask, because a conditional around float arithmetic keeps GCC from vectorising the loop.
+// condition ? a : b. As a mask: a conditional around float arithmetic keeps GCC from vectorising.
 FAMX_INLINE uint32_t select(bool condition, uint32_t a, uint32_t b) {
   const uint32_t mask = 0u - static_cast<uint32_t>(condition);
   return (a & mask) | (b & ~mask);
@@ -96,7 +97,7 @@ FAMX_INLINE uint8_t payload(float x) {
   constexpr uint32_t kLargest = (static_cast<uint32_t>(127 + Format::kEmax) << 23) | 0x600000u;
   constexpr uint32_t kSmallestNormal = static_cast<uint32_t>(128 - Format::kBias) << 23;
   constexpr uint32_t kRebias = static_cast<uint32_t>(127 - Format::kBias) << Format::kMantissa;
-  // adding 2^(23 + exponent of the smallest subnormal) leaves a subnormal's rounded payload in the low bits
+  // adding 2^(23 + exponent of the smallest subnormal) leaves a subnormal's payload in the low bits
   constexpr uint32_t kSubnormalShift =
       static_cast<uint32_t>(127 + 23 + 1 - Format::kBias - Format::kMantissa) << 23;
   const uint32_t bits = bits_of(x);
@@ -161,7 +162,7 @@ FAMX_INLINE void tokenwise_row(const In* FAMX_RESTRICT x, int64_t count, uint32_
   for (int64_t i = 0; i < count; ++i) data[i] = payload<Format>(float_of(fp32_bits(x[i])) * factor);
 }
 
-// Scale bytes and payload of `rows` <= 32 rows of `cols` values; every column is one block (colwise).
+// Scale bytes and payload of `rows` <= 32 rows of `cols` values; a column is a block (colwise).
 // Row r starts at x + r * x_stride and data + r * data_stride; scale has cols bytes.
 template <class In, class Format>
 FAMX_INLINE void colwise_block(const In* x, int64_t x_stride, int64_t rows, int64_t cols,

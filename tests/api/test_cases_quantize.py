@@ -1,4 +1,4 @@
-"""Cases of wrong quantisation seen elsewhere: scale rules, zero and NaN blocks, range ends, layouts.
+"""Cases of wrong quantisation seen elsewhere: scale rules, zero and NaN blocks, layouts.
 
 Each test has the number of its case. C50 is in test_cases_numerics.py, C58 needs a kernel.
 """
@@ -163,7 +163,7 @@ def test_c55_nan_poisons_its_block_only(path, axis, bad):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_c55_poisoned_token_has_finite_payload(path):
-    """C55, C50: tokenwise, the NaN is in the factor alone, so a masked token never reaches a product."""
+    """C55, C50: tokenwise, the NaN is in the factor alone, so no product sees a masked token's."""
     x = torch.ones(4, 2, 40)
     x[1, 1, 7] = NAN
     data, scale = path(x, "tokenwise")
@@ -184,7 +184,7 @@ def test_c55_nan_in_q_is_never_lost(device):
 @pytest.mark.parametrize("dtype,largest", [(E4M3, 448.0), (torch.float8_e5m2, 57344.0)], ids=str)
 @pytest.mark.parametrize("factor", [470 / 448, 511 / 448])
 def test_c56_saturates_before_the_cast(path, dtype, largest, factor):
-    """C56: torch's cast gave NaN or Inf above the range in some versions; it never sees such a value."""
+    """C56: torch's cast gave NaN or Inf above the range in some versions; it never gets there."""
     x = torch.tensor([[largest * factor, -largest * factor, *[1.0] * 30]])
     data, scale = path(x, "rowwise", "floor", dtype)
     assert raw(scale).item() == 127

@@ -1,4 +1,4 @@
-"""Scale layouts, and scales that other libraries made: layouts.py, MXTensor.from_parts and to_layout."""
+"""Scale layouts, and scales made by other libraries: layouts.py, MXTensor.from_parts, to_layout."""
 
 import itertools
 
@@ -137,7 +137,7 @@ def test_from_parts_plain_and_uint8(shape, axis):
 
 
 def test_from_parts_attention_form_padded_per_head():
-    """(B,H,pad128(S),pad4(D/32)) and (B,H,pad4(S/32),pad128(D)), bytes swizzled, as cuDNN takes them."""
+    """(B,H,pad128(S),pad4(D/32)) and (B,H,pad4(S/32),pad128(D)), swizzled, as cuDNN has them."""
     for axis, shape in (("rowwise", (2, 3, 128, 4)), ("colwise", (2, 3, 4, 128))):
         mx, data, _ = parts((2, 70, 3, 40), axis)
         buf = mx.to_layout("swizzled128x4").scale.view(shape)

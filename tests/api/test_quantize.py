@@ -1,4 +1,4 @@
-"""quantize_mxfp8, dequantize, MXTensor: docs/numerics.md section 1, on the C++ and the PyTorch path."""
+"""quantize_mxfp8, dequantize, MXTensor: docs/numerics.md section 1, C++ and PyTorch path."""
 
 import itertools
 from fractions import Fraction
@@ -136,6 +136,20 @@ def test_native_equals_pytorch_for_any_strides(source, axis):
     for x in inputs:
         assert_same(native(x, axis), quantize_pytorch(x, axis))
         assert native(x, axis)[1].shape == scale_shape(x.shape, axis)
+
+
+@needs_native
+@pytest.mark.parametrize("axis", AXES)
+def test_native_in_several_threads(axis):
+    """Rows and blocks are divided among threads; heads that do not divide evenly."""
+    x = torch.randn(3, 333, 5, 96)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        got = native(x, axis)
+    finally:
+        torch.set_num_threads(before)
+    assert_same(got, quantize_pytorch(x, axis))
 
 
 CU_SEQLENS = [[0, 5, 5, 70, 101, 101], [0, 103], [0, 32, 64, 96], [0, 1, 2, 3, 103], [0, 0], [0]]
