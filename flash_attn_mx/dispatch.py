@@ -89,6 +89,16 @@ def set_fallback(fallback: str) -> None:
     if fallback not in FALLBACKS:
         fail(ValueError, "fallback", f"one of {FALLBACKS}", repr(fallback))
     _settings.fallback = fallback
+    forget_warnings()
+
+
+def get_fallback() -> str:
+    """What set_fallback chose."""
+    return _settings.fallback
+
+
+def forget_warnings() -> None:
+    """Lets every reason be announced once more."""
     _warned.clear()
 
 

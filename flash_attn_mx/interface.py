@@ -9,6 +9,7 @@ from . import dispatch, ops
 from ._errors import (
     INPUT_DTYPES,
     check_cu_seqlens,
+    check_cu_values,
     check_head_shapes,
     check_qkv,
     check_softmax_scale,
@@ -61,7 +62,7 @@ def flash_attn_func(
     """
     q, k, v = _autocast(q, k, v)
     check_qkv(q, k, v, packed=False)
-    window = _window(causal, window_size)
+    window = _window(causal, window_size, q.shape[1], k.shape[1])
     scale = check_softmax_scale(softmax_scale, q.shape[-1])
     _check_options(deterministic, return_lse, rounding, dout_dtype, dropout_p, attn_mask)
     chosen = dispatch.plan({"q": q, "k": k, "v": v}, k.shape[1], attn_mask is not None, dropout_p, backend)
@@ -100,7 +101,7 @@ def flash_attn_varlen_func(
       max_seqlen_q, max_seqlen_k: ints, at least the longest sequence.
       The others as in flash_attn_func; masks are aligned bottom-right in each sequence.
     Returns: out (Tq, H, D); with return_lse also lse (H, Tq).
-    Raises: as flash_attn_func. Offsets are checked on the host where the portable path runs.
+    Raises: as flash_attn_func. Offsets are looked at on the CPU and on the portable path; kernels on a GPU trust them.
     """
     q, k, v = _autocast(q, k, v)
     check_qkv(q, k, v, packed=True)
@@ -109,7 +110,10 @@ def flash_attn_varlen_func(
     if cu_seqlens_k.shape != cu_seqlens_q.shape:
         expected = f"{cu_seqlens_q.shape[0]} offsets, as cu_seqlens_q"
         fail(ValueError, "cu_seqlens_k", expected, f"{cu_seqlens_k.shape[0]} offsets")
-    window = _window(causal, window_size)
+    if type(cu_seqlens_q) is Tensor and q.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_cu_values("cu_seqlens_q", cu_seqlens_q.tolist(), q.shape[0], "max_seqlen_q", max_seqlen_q)
+        check_cu_values("cu_seqlens_k", cu_seqlens_k.tolist(), k.shape[0], "max_seqlen_k", max_seqlen_k)
+    window = _window(causal, window_size, max_seqlen_q, max_seqlen_k)
     scale = check_softmax_scale(softmax_scale, q.shape[-1])
     _check_options(deterministic, return_lse, rounding, dout_dtype)
     chosen = dispatch.plan({"q": q, "k": k, "v": v}, max_seqlen_k, backend=backend)
@@ -155,7 +159,7 @@ def flash_attn_mx_func(
         if x.data.device != q.data.device:
             fail(ValueError, name, f"the device of q, {q.data.device}", x.data.device)
     check_head_shapes(q.shape, k.shape, v.shape, packed=False)
-    window = _window(causal, window_size)
+    window = _window(causal, window_size, q.shape[1], k.shape[1])
     masked = window != (-1, -1)
     if masked and v.axis == "colwise":
         expected = "axis 'rowwise' or 'tokenwise' with causal or window_size, since colwise scales mix tokens"
@@ -195,7 +199,7 @@ def explain(
     """
     q, k, v = _autocast(q, k, v)
     check_qkv(q, k, v, packed=q.dim() == 3)
-    _window(causal, window_size)
+    check_window(window_size)
     keys = k.shape[-3] if max_seqlen_k is None else max_seqlen_k
     return dispatch.plan({"q": q, "k": k, "v": v}, keys, attn_mask is not None, dropout_p, backend)
 
@@ -209,9 +213,14 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in INPUT_DTYPES else x for x in tensors)
 
 
-def _window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
+def _window(causal: bool, window_size: tuple[int, int], seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+    """(left, right) with causal folded in, and -1 for a side that no row of that many queries and keys is cut by."""
     left, right = check_window(window_size)
-    return (left, 0) if causal else (left, right)
+    if left >= 0 and left >= seqlen_k - 1:
+        left = -1
+    if causal:
+        return left, 0
+    return left, -1 if right >= 0 and right >= seqlen_q - 1 else right
 
 
 def _check_options(deterministic, return_lse, rounding, dout_dtype, dropout_p=0.0, attn_mask=None) -> None:
