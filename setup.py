@@ -459,6 +459,7 @@ class Build:
         link = ["-L", torch.root / "lib", "-ltorch_cpu"]
         if sys.platform == "linux":
             link += ["-Wl,-z,defs"]  # an undefined symbol fails here, not at a user's import
+            link += ["-ldl"]  # a library of its own before glibc 2.34
         say(f"C++ operators: {shlex.join(cxx)}, headers of torch {torch.version} in {torch.root}")
         self.products["_C.so"] = plan_library(self.graph, "_C", cxx, sources, flags, link)
         self.host.update(

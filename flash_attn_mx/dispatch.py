@@ -12,6 +12,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from . import sm100
 from ._errors import fail
 
 BACKENDS = ("auto", "sm100", "portable", "emulator")
@@ -136,14 +137,13 @@ def _high_precision_reasons(tensors: dict[str, Tensor], max_seqlen_k: int, attn_
     return reasons
 
 
-def _no_kernel_reason(device: torch.device) -> Reason:
-    """Why the sm_100 kernels do not serve tensors on this device."""
-    if device.type != "cuda" or torch.version.cuda is None:
-        return Reason("device", f"the tensors are on {device.type}; the sm_100 kernels need a CUDA device of capability 10.x")
-    major, minor = torch.cuda.get_device_capability(device)
-    if major != 10:
-        return Reason("capability", f"{device} has capability {major}.{minor}; the sm_100 kernels need 10.x")
-    return Reason("not_built", "this version contains no sm_100 attention kernel")
+def _no_kernel_reason(device: torch.device, head_dim: int, out_dtype: torch.dtype, payload: torch.dtype) -> Optional[Reason]:
+    """Why the sm_100 kernels do not serve such tensors; None if they do."""
+    text = sm100.why_no_device(device)
+    if text:
+        return Reason("device" if device.type != "cuda" or torch.version.cuda is None else "capability", text)
+    text = sm100.why_not_built(head_dim, out_dtype, payload)
+    return Reason("not_built", text) if text else None
 
 
 def plan(
@@ -152,25 +152,38 @@ def plan(
     attn_mask: bool = False,
     dropout_p: float = 0.0,
     backend: Optional[str] = None,
+    out_dtype: Optional[torch.dtype] = None,
 ) -> Plan:
-    """Chooses the backend of one call; raises NotImplementedError where a backend was asked for that cannot serve it."""
+    """Chooses the backend of one call; raises NotImplementedError where a backend was asked for that cannot serve it.
+
+    tensors: q, k and v, in high precision or as payloads; the latter need out_dtype.
+    """
     if backend is not None and backend not in BACKENDS:
         fail(ValueError, "backend", f"one of {BACKENDS} or None", repr(backend))
     requested = backend or _settings.backend
     high_precision = _high_precision_reasons(tensors, max_seqlen_k, attn_mask, dropout_p)
-    device = next(iter(tensors.values())).device
-    if requested == "auto":
-        if high_precision:
-            return Plan("high_precision", _KERNELS["high_precision"], tuple(high_precision))
-        return Plan("portable", _KERNELS["portable"], (_no_kernel_reason(device),))
+    q = next(iter(tensors.values()))
+    out_dtype = out_dtype or q.dtype
+    payloads = [x.dtype for x in tensors.values() if x.dtype == torch.float8_e5m2]
+    operands = (q.shape[-1], out_dtype, payloads[0] if payloads else torch.float8_e4m3fn)
+    if requested == "auto" and high_precision:
+        return Plan("high_precision", _KERNELS["high_precision"], tuple(high_precision))
     hard = [reason for reason in high_precision if reason.code in ("attn_mask", "dropout")]
     if hard:
         raise NotImplementedError(f"backend {requested!r}: {'; '.join(reason.text for reason in hard)}")
     if requested == "portable":
         return Plan("portable", _KERNELS["portable"])
     if requested == "emulator":
-        raise NotImplementedError("backend 'emulator': this version contains no sm_100 attention kernel to emulate")
-    raise NotImplementedError(f"backend 'sm100': {_no_kernel_reason(device).text}")
+        reason = sm100.why_not_emulated(q.device) or sm100.why_not_built(*operands)
+        if reason:
+            raise NotImplementedError(f"backend 'emulator': {reason}")
+        return Plan("emulator", sm100.find_instance(*operands[:2]).name)
+    missing = _no_kernel_reason(q.device, *operands)
+    if missing is None:
+        return Plan("sm100", sm100.find_instance(*operands[:2]).name)
+    if requested == "auto":
+        return Plan("portable", _KERNELS["portable"], (missing,))
+    raise NotImplementedError(f"backend 'sm100': {missing.text}")
 
 
 def announce(chosen: Plan) -> None:

@@ -70,7 +70,10 @@ def flash_attn_func(
     if chosen.backend == "high_precision":
         out, lse = _high_precision(q, k, v, scale, window, attn_mask, dropout_p, return_lse)
     else:
-        out, lse = _attention(q, k, v, None, None, q.shape[1], k.shape[1], scale, window, deterministic, rounding, dout_dtype)
+        out, lse = _attention(
+            q, k, v, None, None, q.shape[1], k.shape[1],
+            scale, window, deterministic, rounding, dout_dtype, chosen.backend,
+        )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
@@ -120,7 +123,7 @@ def flash_attn_varlen_func(
     dispatch.announce(chosen)
     out, lse = _attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        scale, window, deterministic, rounding, dout_dtype,
+        scale, window, deterministic, rounding, dout_dtype, chosen.backend,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -167,14 +170,17 @@ def flash_attn_mx_func(
     if out_dtype not in INPUT_DTYPES:
         fail(TypeError, "out_dtype", "bfloat16, float16 or float32", out_dtype)
     scale = check_softmax_scale(softmax_scale, q.shape[-1])
-    dispatch.announce(dispatch.plan({"q": q.data}, k.shape[1], backend=backend))
-    q, k = q.to_layout("plain"), k.to_layout("plain")
+    tensors = {"q": q.data, "k": k.data, "v": v.data}
+    chosen = dispatch.plan(tensors, k.shape[1], backend=backend, out_dtype=out_dtype)
+    dispatch.announce(chosen)
+    for x in (q, k, v):
+        x.check_unchanged()
     v_col = _requantised(v, "colwise")
     v_tok = _requantised(v, "tokenwise") if masked else None
     out, lse = _OPS.fwd(
         q.data, q.scale, k.data, k.scale, v_col.data, v_col.scale,
         v_tok.data if masked else None, v_tok.scale if masked else None,
-        None, None, q.shape[1], k.shape[1], scale, *window, out_dtype,
+        None, None, q.shape[1], k.shape[1], scale, *window, out_dtype, chosen.backend,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -239,26 +245,25 @@ def _check_options(deterministic, return_lse, rounding, dout_dtype, dropout_p=0.
 
 
 def _requantised(x: MXTensor, axis: str) -> MXTensor:
-    x = x.to_layout("plain")
     return x if x.axis == axis else quantize_mxfp8(dequantize(x), axis=axis)
 
 
 # --- autograd -------------------------------------------------------------------------------------------------
 
 
-def _attention(q, k, v, cu_q, cu_k, max_q, max_k, scale, window, deterministic, rounding, dout_dtype):
+def _attention(q, k, v, cu_q, cu_k, max_q, max_k, scale, window, deterministic, rounding, dout_dtype, executor):
     """(out, lse) through the MXFP8 operators, with a graph where one is wanted."""
     if not (type(q) is type(k) is type(v) is Tensor):
         ops.prepare_dtensors(q, k, v)
     if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         operands = _quantise_forward(q, k, v, cu_k, window, rounding)
-        return _OPS.fwd(*operands, cu_q, cu_k, max_q, max_k, scale, *window, q.dtype)
+        return _OPS.fwd(*operands, cu_q, cu_k, max_q, max_k, scale, *window, q.dtype, executor)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     # Dynamo refuses one tensor in two places of an autograd.Function.
     k, v = _distinct(k, q), _distinct(v, q, k)
     cu_k = _distinct(cu_k, cu_q) if cu_k is not None else None
     result = _Attention.apply(
-        q, k, v, cu_q, cu_k, max_q, max_k, scale, *window, deterministic, rounding, dout_dtype
+        q, k, v, cu_q, cu_k, max_q, max_k, scale, *window, deterministic, rounding, dout_dtype, executor
     )  # fmt: skip
     return result[0], result[1]
 
@@ -282,9 +287,9 @@ class _Attention(torch.autograd.Function):
     """Saves the quantised operands, out and lse; the incoming gradient is quantised in backward."""
 
     @staticmethod
-    def forward(q, k, v, cu_q, cu_k, max_q, max_k, scale, left, right, deterministic, rounding, dout_dtype):
+    def forward(q, k, v, cu_q, cu_k, max_q, max_k, scale, left, right, deterministic, rounding, dout_dtype, executor):
         operands = _quantise_forward(q, k, v, cu_k, (left, right), rounding)
-        out, lse = _OPS.fwd(*operands, cu_q, cu_k, max_q, max_k, scale, left, right, q.dtype)
+        out, lse = _OPS.fwd(*operands, cu_q, cu_k, max_q, max_k, scale, left, right, q.dtype, executor)
         token = operands[6:] if operands[6] is not None else _OPS.quantize(v, "tokenwise", rounding, _E4M3, None)
         q_col = _OPS.quantize(q, "colwise", rounding, _E4M3, cu_q)
         k_col = _OPS.quantize(k, "colwise", rounding, _E4M3, cu_k)
@@ -304,8 +309,8 @@ class _Attention(torch.autograd.Function):
             raise NotImplementedError(
                 "flash_attn_mx: second derivatives are not implemented (backward ran with create_graph=True)"
             )
-        max_q, max_k, scale, left, right, deterministic, rounding, dout_dtype = ctx.arguments
-        nothing = (None,) * 13
+        max_q, max_k, scale, left, right, deterministic, rounding, dout_dtype, _ = ctx.arguments
+        nothing = (None,) * 14
         if dout is None:
             return nothing
         out, lse, *operands, cu_q, cu_k = ctx.saved_tensors

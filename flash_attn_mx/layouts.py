@@ -143,6 +143,31 @@ def operand_matrix(scale, axis):
     return scale if axis == "rowwise" else scale.transpose(-2, -1)
 
 
+def packed_atoms(scale, axis, cu_seqlens, total):
+    """Plain rowwise or colwise scales of packed sequences as swizzled128x4 atoms: one of 512 bytes per
+    head and tile of 128 tokens, (H, tiles*512), tiles = total//128 + nseq.
+
+    Tile t of sequence b is at cu[b]//128 + b + t; bytes that no block uses are arbitrary. head_dim
+    is at most 128. Never waits for the device.
+    """
+    num_seqs = cu_seqlens.shape[0] - 1
+    tiles = total // TILE_ROWS + num_seqs
+    if num_seqs == 0 or scale.shape[0] == 0:
+        return scale.new_empty((scale.shape[1], tiles * TILE_BYTES))
+    start = cu_seqlens[:-1].long()
+    seq_index = torch.arange(num_seqs, device=scale.device)
+    first_tile = start // TILE_ROWS + seq_index
+    first_row = start if axis == "rowwise" else start // BLOCK + seq_index
+    rows_per_tile = TILE_ROWS if axis == "rowwise" else TILE_ROWS // BLOCK
+    tile = torch.arange(tiles, device=scale.device)
+    seq = torch.searchsorted(first_tile, tile, right=True) - 1
+    row = first_row[seq] + rows_per_tile * (tile - first_tile[seq])
+    rows = row[:, None] + torch.arange(rows_per_tile, device=scale.device)
+    rows = rows.clamp_(max=scale.shape[0] - 1).flatten()  # the last tile of a sequence may end behind it
+    tiled = scale.view(torch.uint8).index_select(0, rows).view(scale.dtype)
+    return to_swizzled128x4(operand_matrix(tiled, axis))
+
+
 @opaque_when_compiled(
     "operand_scale(Tensor matrix, str axis) -> Tensor",
     lambda matrix, axis: matrix.new_empty(_operand_view(matrix, axis).shape),

@@ -12,9 +12,12 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from . import _native, portable
-from ._errors import check_cu_values
+from . import _native, layouts, portable, sm100
+from ._errors import check_cu_values, fail
 from .quantize import quantize_pytorch, scale_shape
+
+EXECUTORS = ("auto", "sm100", "portable", "emulator")
+_FWD_OPERANDS = 16  # arguments of fwd before executor, which torch leaves out where it is the default
 
 NAMESPACE = "flash_attn_mx"
 
@@ -57,7 +60,29 @@ def _take(operand: portable.Operand, tokens: slice, rows: Optional[slice] = None
     return data[tokens].unsqueeze(0), scale[rows or tokens].unsqueeze(0)
 
 
-def _fwd(
+def _plain(operand: portable.Operand, axis: str) -> portable.Operand:
+    """The operand with its scale in plain layout; a dense one may come swizzled, recognised by its dimensions."""
+    data, scale = operand
+    if scale.dim() == data.dim() or data.dim() != 4:
+        return operand
+    _, rows, cols = layouts.operand_size(data.shape, axis)
+    return data, layouts.operand_scale(layouts.from_swizzled128x4(scale, rows, cols), axis)
+
+
+def _fwd(*arguments):
+    """`fwd` on any device: by the kernel of the executor, or by the portable path."""
+    operands, executor = arguments[:_FWD_OPERANDS], (*arguments[_FWD_OPERANDS:], "auto")[0]
+    q, out_dtype = operands[0], operands[-1]
+    if executor not in EXECUTORS:
+        fail(ValueError, "executor", f"one of {EXECUTORS}", repr(executor))
+    if executor == "auto":
+        executor = "sm100" if sm100.serves(q.device, q.shape[-1], out_dtype, q.dtype) else "portable"
+    if executor == "portable":
+        return _portable_fwd(*operands)
+    return sm100.forward(executor, *operands)
+
+
+def _portable_fwd(
     q, q_scale, k, k_scale, v, v_scale, v_tok, v_tok_scale,
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     softmax_scale, window_left, window_right, out_dtype,
@@ -65,7 +90,8 @@ def _fwd(
     window = (window_left, window_right)
     token = None if v_tok is None else (v_tok, v_tok_scale)
     if cu_seqlens_q is None:
-        return portable.forward((q, q_scale), (k, k_scale), (v, v_scale), token, softmax_scale, window, out_dtype)
+        operands = _plain((q, q_scale), "rowwise"), _plain((k, k_scale), "rowwise"), _plain((v, v_scale), "colwise")
+        return portable.forward(*operands, token, softmax_scale, window, out_dtype)
     out = q.new_zeros(q.shape, dtype=out_dtype)
     lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, device=q.device)
     sequences = _sequences(cu_seqlens_q, cu_seqlens_k, q, k, max_seqlen_q, max_seqlen_k)
@@ -148,7 +174,7 @@ def _(x, axis, rounding, dtype, cu_seqlens):
 def _(
     q, q_scale, k, k_scale, v, v_scale, v_tok, v_tok_scale,
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-    softmax_scale, window_left, window_right, out_dtype,
+    softmax_scale, window_left, window_right, out_dtype, executor="auto",
 ):  # fmt: skip
     lse_shape = (q.shape[0], q.shape[2], q.shape[1]) if cu_seqlens_q is None else (q.shape[1], q.shape[0])
     return q.new_empty(q.shape, dtype=out_dtype), q.new_empty(lse_shape, dtype=torch.float32)

@@ -45,6 +45,7 @@
 //           QK1(n) waits until softmax0 has read S0(n) (its scales go there), QK0(n) until softmax1 has read S1(n-1).
 #pragma once
 
+#include "attn_fwd/launch.h"
 #include "common/mask.cuh"
 #include "common/mma_mxf8.cuh"
 #include "common/pipeline.cuh"
@@ -106,6 +107,8 @@ struct Config {
   static constexpr uint32_t kTmemAddress = kPVDone + 8 * kTiles;
   static constexpr uint32_t kSmemBytes = kTmemAddress + 16 + 1024;  // 1024: alignment of the start
   static_assert(kSmemBytes <= 227 * 1024, "shared memory of a CTA");
+  static_assert(kSmemBytes == smem_bytes(kHeadDim) && kThreads == kBlockThreads &&
+                    kTiles * kTile == kItemRows, "launch.h, from which the host takes them");
 };
 
 struct Span {
