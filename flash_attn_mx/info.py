@@ -6,7 +6,7 @@ import importlib.util
 import json
 import platform
 import sys
-from typing import Optional
+from typing import Iterable, Optional
 
 import torch
 
@@ -50,11 +50,12 @@ def _why_not_sm100() -> str:
     if not present:
         return "no NVIDIA device"
     if not set(present) & set(built):
-        return f"device capabilities {_dotted(present)}; kernels are built for {_dotted(built)}"
+        return f"device capabilities {dotted(present)}; kernels are built for {dotted(built)}"
     return ""
 
 
-def _why_not_emulator() -> str:
+def why_not_emulator() -> str:
+    """Why the emulator cannot run the kernels here; "" if it can."""
     suffixes = importlib.machinery.EXTENSION_SUFFIXES
     if not any((_native.FOLDER / f"_emulator{suffix}").is_file() for suffix in suffixes):
         reason = _native.manifest()["host"].get("emulator_reason")
@@ -64,7 +65,8 @@ def _why_not_emulator() -> str:
     return ""
 
 
-def _dotted(capabilities: list[tuple[int, int]]) -> str:
+def dotted(capabilities: Iterable[tuple[int, int]]) -> str:
+    """Capabilities for people: \"10.0, 10.3\"."""
     return ", ".join(f"{major}.{minor}" for major, minor in sorted(set(capabilities)))
 
 
@@ -103,7 +105,7 @@ def collect() -> dict:
         "backends": {  # "" = usable
             "sm100": _said(_why_not_sm100),
             "portable": "",
-            "emulator": _said(_why_not_emulator),
+            "emulator": _said(why_not_emulator),
         },
         "native": {"loaded": native.loaded, "reason": native.reason, "detail": native.detail},
         "build": {"host": manifest["host"], "device": manifest["device"]},

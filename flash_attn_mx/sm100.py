@@ -41,7 +41,7 @@ def _read_instances() -> tuple[Instance, ...]:
 INSTANCES = _read_instances()
 CAPABILITIES = tuple(_native.attention_capabilities())
 WHY_NO_HOST = "" if _native.load() else f"the C++ operators that launch kernels are not loaded ({_native.status().reason})"
-WHY_NO_EMULATOR = info._why_not_emulator()
+WHY_NO_EMULATOR = info.why_not_emulator()
 
 
 def find_instance(head_dim: int, out_dtype: torch.dtype) -> Optional[Instance]:
@@ -69,10 +69,9 @@ def why_no_device(device: torch.device) -> str:
     if device.type != "cuda" or torch.version.cuda is None:
         return f"the tensors are on {device.type}; the sm_100 kernels need a CUDA device of capability 10.x"
     capability = torch.cuda.get_device_capability(device)
-    if capability[0] != 10:
-        return f"{device} has capability {capability[0]}.{capability[1]}; the sm_100 kernels need 10.x"
-    if INSTANCES and capability not in CAPABILITIES:
-        return f"{device} has capability {capability[0]}.{capability[1]}; the kernels here are built for {CAPABILITIES}"
+    if capability[0] != 10 or (CAPABILITIES and capability not in CAPABILITIES):
+        needed = info.dotted(CAPABILITIES) if CAPABILITIES else "10.x"
+        return f"{device} has capability {info.dotted([capability])}; the sm_100 kernels need {needed}"
     return WHY_NO_HOST
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import flash_attn_mx as famx
-from flash_attn_mx import dispatch
+from flash_attn_mx import dispatch, sm100
 
 
 @pytest.fixture(autouse=True)
@@ -83,24 +83,51 @@ def test_c39_unsupported_device_falls_back_with_right_results(device):
     assert torch.equal(famx.flash_attn_func(q, k, v), famx.flash_attn_func(q, k, v, backend="portable"))
 
 
-@pytest.mark.parametrize("capability,code", [((8, 0), "capability"), ((9, 0), "capability"), ((12, 0), "capability"), ((10, 0), "not_built")])
-def test_c39_reason_for_each_capability(monkeypatch, capability, code):
-    """Only 10.x is served by kernels, and only if they are built."""
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    reason = dispatch._no_kernel_reason(torch.device("cuda", 0))
-    assert reason.code == code
-    assert code == "not_built" or f"{capability[0]}.{capability[1]}" in reason.text
+FITTING = (64, torch.bfloat16, torch.float8_e4m3fn)  # head_dim, output, payload that a built kernel takes
 
 
-@pytest.mark.parametrize("backend", ["sm100", "emulator"])
-def test_backend_that_cannot_serve_raises(backend):
+@pytest.fixture
+def cuda_device(monkeypatch):
+    """A CUDA device of a made-up capability, and kernels as if they were built for 10.0 and 10.3."""
+
+    def make(capability, built=("attn_fwd_d64_bf16",)):
+        instances = tuple(sm100.Instance(name, 64, torch.bfloat16) for name in built)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(sm100, "INSTANCES", instances)
+        monkeypatch.setattr(sm100, "CAPABILITIES", ((10, 0), (10, 3)) if built else ())
+        monkeypatch.setattr(sm100, "WHY_NO_HOST", "")
+        return torch.device("cuda", 0)
+
+    return make
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 1), (12, 0)])
+def test_c39_reason_for_each_capability(cuda_device, capability):
+    """Only the capabilities that kernels are built for are served by them."""
+    reason = dispatch._no_kernel_reason(cuda_device(capability), *FITTING)
+    assert reason.code == "capability" and f"{capability[0]}.{capability[1]}" in reason.text
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
+def test_c39_kernels_serve_what_they_are_built_for(cuda_device, capability):
+    """On 10.x a missing instance is the reason, and names what there is."""
+    device = cuda_device(capability)
+    assert dispatch._no_kernel_reason(device, *FITTING) is None
+    for operands in ((65, *FITTING[1:]), (64, torch.float16, FITTING[2]), (*FITTING[:2], torch.float8_e5m2)):
+        reason = dispatch._no_kernel_reason(device, *operands)
+        assert reason.code == "not_built" and "built: head_dim <= 64, output bf16" in reason.text
+    assert dispatch._no_kernel_reason(cuda_device(capability, built=()), *FITTING).code == "not_built"
+
+
+@pytest.mark.parametrize("backend,head_dim", [("sm100", 32), ("emulator", 192)])
+def test_backend_that_cannot_serve_raises(backend, head_dim):
     """A backend asked for by name is not replaced by another."""
-    q, k, v = qkv()
-    with pytest.raises(NotImplementedError, match=backend):
+    q, k, v = qkv(head_dim=head_dim)
+    with pytest.raises(NotImplementedError, match=f"backend '{backend}': "):
         famx.flash_attn_func(q, k, v, backend=backend)
     famx.set_backend(backend)
-    with pytest.raises(NotImplementedError, match=backend):
+    with pytest.raises(NotImplementedError, match=f"backend '{backend}': "):
         famx.flash_attn_func(q, k, v)
 
 

@@ -1,0 +1,359 @@
+"""The host side of the forward kernel: the emulator backend through the public API, launch records, bad input.
+
+Bounds against the portable path: O within 2^-7 of the largest |O| of its row plus the rounding of the output, LSE within
+1e-5, relative beyond 1. A payload of P that stands at a rounding boundary may round the other way, one step of 2^-3 of
+its key's weight: where one of few keys dominates that is more than 2^-7, so one row in 100 may differ by 2^-4.
+"""
+
+import ctypes
+import itertools
+
+import pytest
+import torch
+from kernels.attn_fwd import Params
+
+import flash_attn_mx as famx
+from flash_attn_mx import layouts, sm100
+from flash_attn_mx.quantize import quantize_mxfp8
+
+O_ROW = 2.0**-7
+O_FLIP, FLIPPED_ROWS = 2.0**-4, 0.01
+LSE = 1e-5
+HALF_ULP = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+SMEM_LIMIT = 227 * 1024
+OPS = torch.ops.flash_attn_mx
+
+pytestmark = pytest.mark.skipif(
+    bool(sm100.WHY_NO_EMULATOR or sm100.WHY_NO_HOST), reason=sm100.WHY_NO_EMULATOR or sm100.WHY_NO_HOST
+)
+
+
+def draw(shape_q, shape_k, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(s, generator=generator).to(dtype) for s in (shape_q, shape_k, shape_k)]
+
+
+def assert_near(got, want):
+    """(out, lse) of the emulator against those of the portable path."""
+    (out, lse), (want_out, want_lse) = got, want
+    assert (out.dtype, out.shape, lse.shape) == (want_out.dtype, want_out.shape, want_lse.shape)
+    for x in (out, lse):  # what the fake promises
+        assert x.stride() == torch.empty(x.shape).stride()
+    assert torch.equal(lse.isinf(), want_lse.isinf()) and not lse.isnan().any()
+    seen = want_lse.isfinite()
+    assert ((lse - want_lse).abs()[seen] <= LSE * want_lse.abs()[seen].clamp(min=1)).all()
+    out, want_out = out.double(), want_out.double()
+    slack = 2 * HALF_ULP[got[0].dtype]
+    row, error = want_out.abs().amax(-1), (out - want_out).abs().amax(-1)
+    assert (error <= row * (O_FLIP + slack)).all()
+    assert (error > row * (O_ROW + slack)).sum() <= FLIPPED_ROWS * row.numel()
+
+
+def both(function, *args, **options):
+    """The call's (out, lse) by the emulator and by the portable path."""
+    return [function(*args, return_lse=True, backend=b, **options) for b in ("emulator", "portable")]
+
+
+# --- the public API ----------------------------------------------------------------------------------------------
+
+DENSE = {
+    "d64": ((1, 64, 1, 64), (1, 64, 1, 64), {}),
+    "d64-causal-gqa-q130-k257": ((1, 130, 4, 64), (1, 257, 2, 64), {"causal": True}),
+    "d128-batch2-q257-k129": ((2, 257, 1, 128), (2, 129, 1, 128), {}),
+    "d128-causal-mqa": ((1, 200, 3, 128), (1, 200, 1, 128), {"causal": True}),
+    "d72-window": ((1, 140, 2, 72), (1, 200, 2, 72), {"window_size": (60, 5)}),
+    "d72-causal-window": ((1, 130, 1, 72), (1, 130, 1, 72), {"window_size": (40, 7), "causal": True}),
+    "d5-scale": ((1, 70, 1, 5), (1, 66, 1, 5), {"softmax_scale": -0.7}),
+    "no-keys": ((1, 65, 2, 64), (1, 0, 2, 64), {"causal": True}),
+    "no-queries": ((1, 0, 2, 64), (1, 64, 2, 64), {}),
+    "no-batch": ((0, 64, 2, 64), (0, 64, 2, 64), {}),
+    "unseen-rows": ((1, 140, 1, 64), (1, 65, 1, 64), {"causal": True}),
+}
+
+
+@pytest.mark.parametrize("case", DENSE)
+def test_dense_equals_portable(case):
+    """flash_attn_func(backend="emulator") on every kind of shape and mask, empty ones included."""
+    shape_q, shape_k, options = DENSE[case]
+    assert_near(*both(famx.flash_attn_func, *draw(shape_q, shape_k), **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_output_has_the_dtype_of_the_input(dtype):
+    assert_near(*both(famx.flash_attn_func, *draw((1, 64, 1, 64), (1, 100, 1, 64), dtype)))
+
+
+PACKED = [([65, 0, 130], [65, 0, 130], 0), ([1, 200], [129, 64], 7), ([0, 0], [3, 0], 0), ([], [], 5)]
+
+
+@pytest.mark.parametrize("lengths_q,lengths_k,tail", PACKED, ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (30, 9)}], ids=["full", "causal", "window"])
+def test_packed_equals_portable(lengths_q, lengths_k, tail, options):
+    """Sequences of any length, and tokens that belong to none: O = 0, LSE = -inf there."""
+    q, k, v = draw((sum(lengths_q) + tail, 4, 72), (sum(lengths_k) + tail, 2, 72))
+    cu_q, cu_k = (torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32) for n in (lengths_q, lengths_k))
+    longest = max(lengths_q, default=0), max(lengths_k, default=0)
+    got, want = both(famx.flash_attn_varlen_func, q, k, v, cu_q, cu_k, *longest, **options)
+    assert_near(got, want)
+    used = sum(lengths_q)
+    assert (got[0][used:] == 0).all() and (got[1][:, used:] == -torch.inf).all()
+
+
+def test_wrong_offsets_are_refused_before_the_launch():
+    """The kernel trusts offsets; on the CPU they are looked at first, for the operator too."""
+    q, k, v = draw((64, 2, 64), (64, 2, 64))
+    cu, bad = (torch.tensor(x, dtype=torch.int32) for x in ([0, 64], [0, 65]))
+    with pytest.raises(ValueError, match="cu_seqlens_k: expected a last offset of at most 64"):
+        famx.flash_attn_varlen_func(q, k, v, cu, bad, 64, 65, backend="emulator")
+    pairs = [OPS.quantize(x, "rowwise", "rceil", torch.float8_e4m3fn, None) for x in (q, k)]
+    v_pair = OPS.quantize(v, "colwise", "rceil", torch.float8_e4m3fn, cu)
+    operands = (*pairs[0], *pairs[1], *v_pair, None, None)
+    with pytest.raises(ValueError, match="cu_seqlens_q: expected a last offset"):
+        OPS.fwd(*operands, bad, cu, 65, 64, 0.125, -1, -1, torch.float32, "emulator")
+
+
+def test_gradients_through_the_emulator_forward():
+    """With autograd the forward runs in the emulator and the backward on the portable path; compile sees one operator."""
+    shapes = (1, 70, 4, 64), (1, 90, 2, 64)
+    grads = {}
+    for backend, function in (
+        ("portable", famx.flash_attn_func),
+        ("emulator", famx.flash_attn_func),
+        ("emulator", torch.compile(famx.flash_attn_func, fullgraph=True, backend="aot_eager")),
+    ):
+        leaves = [x.requires_grad_() for x in draw(*shapes)]
+        out = function(*leaves, causal=True, backend=backend)
+        assert "Attention" in type(out.grad_fn).__name__ or function is not famx.flash_attn_func
+        out.backward(torch.ones_like(out))
+        got = [x.grad for x in leaves]
+        for a, b in zip(got, grads.setdefault("first", got)):
+            assert (a - b).norm() <= 2e-3 * b.norm()
+
+
+@pytest.mark.parametrize("layout", ["plain", "swizzled128x4"])
+@pytest.mark.parametrize("axis,causal", [("colwise", False), ("rowwise", True), ("tokenwise", True)])
+def test_prequantised_operands(layout, axis, causal):
+    """MXTensors of both scale layouts; swizzled ones are passed on as they are, padded with bytes that mean NaN."""
+    q, k, v = draw((1, 130, 2, 72), (1, 100, 1, 72))
+    mx = [quantize_mxfp8(q), quantize_mxfp8(k), quantize_mxfp8(v, axis=axis)]
+    if layout != "plain":
+        mx = [x if x.axis == "tokenwise" else x.to_layout(layout, padding=255) for x in mx]
+    got, want = both(famx.flash_attn_mx_func, *mx, causal=causal, out_dtype=torch.float32)
+    assert_near(got, want)
+
+
+def test_explain_names_the_instance():
+    """plan and explain tell the kernel; what is not built is refused with what is."""
+    for head_dim, dtype, name in ((5, torch.float32, "d64_fp32"), (64, torch.float16, "d64_fp16"), (65, torch.bfloat16, "d128_bf16")):
+        x = torch.zeros(1, 4, 1, head_dim, dtype=dtype)
+        plan = famx.explain(x, x, x, backend="emulator")
+        assert (plan.backend, plan.kernel, plan.reasons) == ("emulator", f"attn_fwd_{name}", ())
+    x = torch.zeros(1, 4, 1, 192)
+    with pytest.raises(NotImplementedError, match="head_dim 192 .*built: head_dim <= 64 and <= 128, output bf16, fp16, fp32"):
+        famx.flash_attn_func(x, x, x, backend="emulator")
+    mx = quantize_mxfp8(torch.zeros(1, 4, 1, 64), dtype=torch.float8_e5m2)
+    with pytest.raises(NotImplementedError, match="float8_e5m2 operands"):
+        famx.flash_attn_mx_func(mx, mx, mx, backend="emulator")
+
+
+# --- strides and alignment (C19, C24) ----------------------------------------------------------------------------
+
+
+def test_c19_transposed_inputs():
+    """(B,H,S,D) tensors seen as (B,S,H,D), as inputs and as payloads that are read in place."""
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in draw((2, 70, 2, 64), (2, 90, 2, 64)))
+    assert not q.is_contiguous()
+    assert_near(*both(famx.flash_attn_func, q, k, v, causal=True))
+    plain = [quantize_mxfp8(q), quantize_mxfp8(k), quantize_mxfp8(v, axis="colwise")]
+    views = [famx.MXTensor(x.data.transpose(1, 2).contiguous().transpose(1, 2), x.scale, x.axis) for x in plain]
+    assert all(sm100.tma_payload(x.data) is x.data for x in views)
+    got, want = (famx.flash_attn_mx_func(*mx, return_lse=True, backend="emulator") for mx in (views, plain))
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+def misaligned(x):
+    """The same values at an address that is not a multiple of 16."""
+    room = torch.empty(x.numel() + 16, dtype=torch.uint8)
+    at = (8 - room.data_ptr()) % 16
+    moved = room[at : at + x.numel()].view(x.shape)
+    moved.copy_(x.view(torch.uint8))
+    return moved.view(x.dtype)
+
+
+def test_c24_payloads_that_tma_cannot_read_are_copied():
+    """A misaligned base, rows that are no multiple of 16 bytes, broadcast heads: copied, with the same result."""
+    q, k, v = draw((1, 70, 2, 64), (1, 90, 2, 64))
+    k[:, :, 1], v[:, :, 1] = k[:, :, 0], v[:, :, 0]
+    plain = [quantize_mxfp8(q), quantize_mxfp8(k), quantize_mxfp8(v, axis="colwise")]
+    wide = torch.zeros(1, 90, 2, 72, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    wide[..., :64] = plain[2].data
+    odd = [misaligned(plain[0].data), plain[1].data[:, :, :1].expand(-1, -1, 2, -1), wide[..., :64]]
+    for x in odd:
+        ready = sm100.tma_payload(x)
+        assert ready is not x and ready.data_ptr() % 16 == 0 and all(s % 16 == 0 and s > 0 for s in ready.stride()[:-1])
+        assert torch.equal(ready.view(torch.uint8), x.view(torch.uint8))
+    views = [famx.MXTensor(x, mx.scale, mx.axis) for x, mx in zip(odd, plain)]
+    got, want = (famx.flash_attn_mx_func(*mx, return_lse=True, backend="emulator") for mx in (views, plain))
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+@pytest.mark.parametrize("axis", ["rowwise", "colwise"])
+def test_packed_atoms_hold_every_scale(axis):
+    """Each scale byte is where csrc/params.h says, for sequences of awkward lengths."""
+    lengths = [0, 130, 1, 31, 257, 0, 128]
+    total, heads, width = sum(lengths) + 9, 3, 72
+    cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    rows = total if axis == "rowwise" else layouts.packed_scale_rows(total, len(lengths))
+    generator = torch.Generator().manual_seed(0)
+    shape = (rows, heads, 3 if axis == "rowwise" else width)
+    scale = torch.randint(0, 255, shape, dtype=torch.uint8, generator=generator)
+    atoms = layouts.packed_atoms(scale.view(torch.float8_e8m0fnu), axis, cu, total).view(torch.uint8)
+    tiles = total // 128 + len(lengths)
+    assert atoms.shape == (heads, tiles * 512)
+    for b, n in enumerate(lengths):
+        start = int(cu[b])
+        first = start if axis == "rowwise" else start // 32 + b
+        mine = scale[first : first + (n if axis == "rowwise" else -(-n // 32))]
+        for head in range(heads):
+            for i, j in itertools.product(range(mine.shape[0]), range(0, shape[2], 1 if axis == "rowwise" else 13)):
+                token, row, column = (i, i % 128, j) if axis == "rowwise" else (i * 32, j, i % 4)
+                atom = start // 128 + b + token // 128
+                assert atoms[head, atom * 512 + row % 32 * 16 + row // 32 * 4 + column] == mine[i, head, j]
+
+
+# --- the launch record -------------------------------------------------------------------------------------------
+
+
+def problem_of(q, k, v, window=(-1, -1), out_dtype=torch.bfloat16, cu_q=None, cu_k=None, max_q=None, max_k=None):
+    e4m3 = torch.float8_e4m3fn
+    token = OPS.quantize(v, "tokenwise", "rceil", e4m3, None) if window != (-1, -1) else (None, None)
+    operands = (
+        *OPS.quantize(q, "rowwise", "rceil", e4m3, None),
+        *OPS.quantize(k, "rowwise", "rceil", e4m3, None),
+        *OPS.quantize(v, "colwise", "rceil", e4m3, cu_k),
+        *token,
+    )
+    lengths = (q.shape[1], k.shape[1]) if cu_q is None else (max_q, max_k)
+    return sm100.prepare(*operands, cu_q, cu_k, *lengths, q.shape[-1] ** -0.5, *window, out_dtype)
+
+
+def check_tensor_map(m, tile_dim):
+    """The rules of cuTensorMapEncodeTiled for an uint8 map without interleaving."""
+    assert m["address"] % 16 == 0 and m["address"] != 0
+    assert len(m["sizes"]) == len(m["box"]) == 4 and len(m["strides_bytes"]) == 3
+    assert all(1 <= n <= 2**32 for n in m["sizes"]) and all(1 <= n <= 256 for n in m["box"])
+    assert all(s > 0 and s % 16 == 0 and s < 2**40 for s in m["strides_bytes"])
+    assert m["box"][0] % 16 == 0 and m["box"][0] <= m["swizzle_bytes"] == tile_dim
+    assert m["offset"] % 64 == 0
+
+
+SWEEP = [
+    (1, 1, 1, 1, 1, 1), (2, 257, 640, 8, 2, 64), (1, 64, 0, 2, 2, 72), (3, 31, 33, 3, 1, 96), (1, 1000, 129, 2, 1, 128),
+    (1, 3, 5, 1, 1, 17),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("batch,seqlen_q,seqlen_k,heads,heads_k,head_dim", SWEEP)
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0)], ids=str)
+def test_record_contents(batch, seqlen_q, seqlen_k, heads, heads_k, head_dim, window):
+    """Grid, block, shared memory, tensor maps and scalars of dense launches."""
+    problem = problem_of(*draw((batch, seqlen_q, heads, head_dim), (batch, seqlen_k, heads_k, head_dim)), window)
+    instance = sm100.find_instance(head_dim, torch.bfloat16)
+    items = batch * heads * -(-seqlen_q // 256)
+    for ctas in (1, 3, 148):
+        assert sm100.record_of(problem, instance, ctas)["grid"] == min(items, ctas)
+    record = sm100.record_of(problem, instance)
+    assert (record["kernel"], record["cluster"], record["block"]) == (instance.name, 1, 384)
+    assert 0 < record["smem_bytes"] <= SMEM_LIMIT
+    maps = {m["name"]: m for m in record["maps"]}
+    assert list(maps) == ["q", "k", "v", "v_tok"]
+    for m in maps.values():
+        check_tensor_map(m, instance.head_dim)
+        assert m["box"] == [instance.head_dim, 128, 1, 1]
+    assert maps["q"]["sizes"] == [head_dim, seqlen_q, heads, batch]
+    for name in ("k", "v", "v_tok"):
+        assert maps[name]["sizes"] == ([head_dim, seqlen_k, heads_k, batch] if seqlen_k else maps["q"]["sizes"])
+    assert (maps["v"]["address"] == maps["v_tok"]["address"]) == (window == (-1, -1) or seqlen_k == 0)
+    p = Params.from_buffer_copy(record["params"])
+    assert ctypes.sizeof(Params) == len(record["params"])
+    for m in maps.values():
+        assert m["offset"] == getattr(Params, m["name"]).offset and not any(getattr(p, m["name"]))
+    assert (p.out, p.lse) == (problem.out.data_ptr(), problem.lse.data_ptr())
+    assert (p.batch, p.heads, p.heads_per_kv, p.head_dim) == (batch, heads, heads // heads_k, head_dim)
+    assert (p.seqlen_q, p.seqlen_k, p.window_left, p.window_right) == (seqlen_q, seqlen_k, *window)
+    assert (p.q_scale_tiles, p.k_scale_tiles) == (-(-seqlen_q // 128), -(-seqlen_k // 128))
+    assert p.cu_seqlens_q is None or p.cu_seqlens_q == 0
+    assert p.out_aligned == (head_dim * 2 % 16 == 0)
+
+
+def test_record_of_packed_sequences():
+    """Batch counts sequences in the grid and the scalars, but is one in the maps."""
+    cu = torch.tensor([0, 5, 300, 300], dtype=torch.int32)
+    q, k, v = draw((310, 4, 64), (310, 2, 64))
+    problem = problem_of(q, k, v, (-1, 0), cu_q=cu, cu_k=cu, max_q=295, max_k=295)
+    record = sm100.record_of(problem, sm100.find_instance(64, torch.bfloat16), ctas=1000)
+    p = Params.from_buffer_copy(record["params"])
+    assert record["grid"] == 2 * 4 * 3
+    assert (p.batch, p.q_blocks, p.seqlen_q, p.q_scale_tiles, p.k_scale_tiles) == (3, 2, 295, 310 // 128 + 3, 310 // 128 + 3)
+    assert p.cu_seqlens_q == cu.data_ptr() and p.cu_seqlens_k == cu.data_ptr()
+    for m in record["maps"]:
+        check_tensor_map(m, 64)
+        assert m["sizes"] == [64, 310, 4 if m["name"] == "q" else 2, 1]
+
+
+def test_huge_windows_and_scales():
+    """Window sides beyond 32 bits are as good as unlimited; a zero scale becomes the smallest normal factor."""
+    x = draw((1, 4, 1, 64), (1, 4, 1, 64))
+    problem = problem_of(*x, (2**40, 3))
+    record = sm100.record_of(problem._replace(arguments=(*problem.arguments[:14], 0.0, 2**40, 3)), sm100.INSTANCES[0])
+    p = Params.from_buffer_copy(record["params"])
+    assert (p.window_left, p.window_right, p.negate) == (2**30, 3, 0) and p.scale_log2 == 2.0**-126
+
+
+# --- wrong input of the operator: a RuntimeError that names the argument, never a wrong launch ------------------------
+
+ARGUMENTS = ["q", "q_scale", "k", "k_scale", "v", "v_scale", "v_tok", "v_tok_scale", "out", "lse", "cu_seqlens_q", "cu_seqlens_k"]
+FAULTS = {
+    "q": [lambda x: x.view(torch.float8_e5m2), misaligned, lambda x: x[0], lambda x: x[..., ::2]],
+    "k": [lambda x: x[:, :-1], lambda x: x[:, :, :1].expand(-1, -1, 2, -1), lambda x: x.transpose(1, 3)],
+    "v": [lambda x: x[..., :48]],
+    "q_scale": [lambda x: x[..., :-512], lambda x: x.repeat(1, 1, 2)[..., ::2], misaligned],
+    "v_scale": [lambda x: x.repeat(2, 1, 1)],
+    "v_tok": [lambda x: None],
+    "v_tok_scale": [lambda x: x.expand(-1, -1, -1, 2)],
+    "out": [lambda x: x[..., :32], lambda x: x[:, :5]],
+    "lse": [lambda x: x.double(), lambda x: x[..., :5]],
+    "cu_seqlens_k": [lambda x: torch.tensor([0, 4], dtype=torch.int32)],
+}
+
+
+@pytest.mark.parametrize("argument,fault", [(a, i) for a, faults in FAULTS.items() for i in range(len(faults))])
+def test_operator_refuses_wrong_tensors(argument, fault):
+    problem = problem_of(*draw((2, 70, 4, 64), (2, 90, 2, 64)), (-1, 0))
+    arguments = list(problem.arguments)
+    at = ARGUMENTS.index(argument)
+    sm100.record_of(problem, sm100.INSTANCES[0])
+    arguments[at] = FAULTS[argument][fault](arguments[at])
+    with pytest.raises(RuntimeError, match="expected .*, got "):
+        sm100.record_of(problem._replace(arguments=tuple(arguments)), sm100.INSTANCES[0])
+
+
+def test_operator_refuses_wrong_instances_and_executors():
+    problem = problem_of(*draw((1, 4, 1, 96), (1, 4, 1, 96)))
+    for tile_dim in (64, 96, 256):
+        with pytest.raises(RuntimeError, match="tile_dim: expected 64 or 128, at least head_dim"):
+            OPS.attn_fwd(*problem.arguments, "attn_fwd_d64_bf16", tile_dim, 1, "record", "")
+    with pytest.raises(RuntimeError, match="executor: expected driver, record or encode, got cuda"):
+        OPS.attn_fwd(*problem.arguments, "attn_fwd_d128_bf16", 128, 1, "cuda", "")
+    with pytest.raises(ValueError, match="executor: expected one of"):
+        OPS.fwd(*problem.arguments[:8], None, None, 4, 4, 1.0, -1, -1, torch.float32, "gpu")
+    with pytest.raises(NotImplementedError, match="backend 'sm100': the tensors are on cpu"):
+        OPS.fwd(*problem.arguments[:8], None, None, 4, 4, 1.0, -1, -1, torch.float32, "sm100")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
+def test_driver_executor_without_a_driver():
+    """Without libcuda the driver executor says so."""
+    problem = problem_of(*draw((1, 4, 1, 64), (1, 4, 1, 64)))
+    with pytest.raises(RuntimeError, match="flash_attn_mx: no CUDA driver: .*libcuda"):
+        sm100.launch(problem, sm100.INSTANCES[0], image="none")
