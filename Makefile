@@ -29,11 +29,14 @@ help:
 demo: $(VENV)/.built
 	$(PY) -m flash_attn_mx demo $(ARGS)
 
+# One test process per core and one thread in each: two threads on a busy core wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto
+
 test: $(VENV)/.built
-	$(PY) -m pytest -q tests -m "not slow and $(GPU)" $(ARGS)
+	$(PYTEST) tests -m "not slow and $(GPU)" $(ARGS)
 
 test-slow: $(VENV)/.built
-	$(PY) -m pytest -q tests -m "slow and $(GPU)" $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q tests -m "slow and $(GPU)" $(ARGS)
 
 bench: $(VENV)/.built
 	$(PY) $(firstword $(wildcard benchmarks/run.py) benchmarks/bench_portable.py) $(ARGS)

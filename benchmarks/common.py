@@ -27,7 +27,9 @@ def interleaved(functions: dict, rounds: int = 5) -> dict[str, float]:
 def header() -> dict:
     """What the figures were measured on."""
     root = Path(__file__).parents[1]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True
+    ).stdout.strip()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "machine": platform.machine(),
@@ -47,15 +49,29 @@ class Rows:
         self.environment, self.rows = header(), []
         print("  ".join(f"{key}={value}" for key, value in self.environment.items()))
 
-    def add(self, name: str, figures: dict[str, str], value: float, limit: float, unit: str, at_least: bool = False) -> None:
+    def add(
+        self,
+        name: str,
+        figures: dict[str, str],
+        value: float,
+        limit: float,
+        unit: str,
+        at_least: bool = False,
+    ) -> None:
         good = value >= limit if at_least else value <= limit
         bound = f"{'>=' if at_least else '<='} {limit:g}{unit}"
-        self.rows.append({"name": name, **figures, "value": value, "unit": unit, "limit": bound, "ok": good})
+        self.rows.append(
+            {"name": name, **figures, "value": value, "unit": unit, "limit": bound, "ok": good}
+        )
         columns = "  ".join(f"{key} {text}" for key, text in figures.items())
-        print(f"{name:44s} | {columns:48s} | {value:8.3g}{unit} | {bound:10s} {'ok' if good else 'MISSED'}")
+        print(
+            f"{name:44s} | {columns:48s} | {value:8.3g}{unit} | {bound:10s} {'ok' if good else 'MISSED'}"
+        )
 
     def finish(self, path: str | None) -> int:
         """Writes JSON where asked; returns the exit status."""
         if path:
-            Path(path).write_text(json.dumps({"environment": self.environment, "rows": self.rows}, indent=1) + "\n")
+            Path(path).write_text(
+                json.dumps({"environment": self.environment, "rows": self.rows}, indent=1) + "\n"
+            )
         return 0 if all(row["ok"] for row in self.rows) else 1

@@ -119,12 +119,18 @@ def _outlier(x: Tensor) -> float:
     return float(x.abs().amax() / x.square().mean().sqrt().clamp_(min=1e-30))
 
 
-def _high_precision_reasons(tensors: dict[str, Tensor], max_seqlen_k: int, attn_mask: bool, dropout_p: float) -> list[Reason]:
+def _high_precision_reasons(
+    tensors: dict[str, Tensor], max_seqlen_k: int, attn_mask: bool, dropout_p: float
+) -> list[Reason]:
     policy, reasons = _settings.policy, []
     if attn_mask:
-        reasons.append(Reason("attn_mask", "attn_mask was given, which the MXFP8 paths do not take"))
+        reasons.append(
+            Reason("attn_mask", "attn_mask was given, which the MXFP8 paths do not take")
+        )
     if dropout_p:
-        reasons.append(Reason("dropout", f"dropout_p = {dropout_p}, which the MXFP8 paths do not apply"))
+        reasons.append(
+            Reason("dropout", f"dropout_p = {dropout_p}, which the MXFP8 paths do not apply")
+        )
     if max_seqlen_k < policy.min_seqlen_k:
         bound = f"the policy's min_seqlen_k = {policy.min_seqlen_k}"
         reasons.append(Reason("short", f"{max_seqlen_k} keys are fewer than {bound}"))
@@ -133,15 +139,21 @@ def _high_precision_reasons(tensors: dict[str, Tensor], max_seqlen_k: int, attn_
             ratio = _outlier(x)
             if ratio > policy.max_outlier:
                 bound = f"the policy's max_outlier = {policy.max_outlier:g}"
-                reasons.append(Reason("outlier", f"amax/rms of {name} is {ratio:.4g}, above {bound}"))
+                reasons.append(
+                    Reason("outlier", f"amax/rms of {name} is {ratio:.4g}, above {bound}")
+                )
     return reasons
 
 
-def _no_kernel_reason(device: torch.device, head_dim: int, out_dtype: torch.dtype, payload: torch.dtype) -> Optional[Reason]:
+def _no_kernel_reason(
+    device: torch.device, head_dim: int, out_dtype: torch.dtype, payload: torch.dtype
+) -> Optional[Reason]:
     """Why the sm_100 kernels do not serve such tensors; None if they do."""
     text = sm100.why_no_device(device)
     if text:
-        return Reason("device" if device.type != "cuda" or torch.version.cuda is None else "capability", text)
+        return Reason(
+            "device" if device.type != "cuda" or torch.version.cuda is None else "capability", text
+        )
     text = sm100.why_not_built(head_dim, out_dtype, payload)
     return Reason("not_built", text) if text else None
 
@@ -170,7 +182,9 @@ def plan(
         return Plan("high_precision", _KERNELS["high_precision"], tuple(high_precision))
     hard = [reason for reason in high_precision if reason.code in ("attn_mask", "dropout")]
     if hard:
-        raise NotImplementedError(f"backend {requested!r}: {'; '.join(reason.text for reason in hard)}")
+        raise NotImplementedError(
+            f"backend {requested!r}: {'; '.join(reason.text for reason in hard)}"
+        )
     if requested == "portable":
         return Plan("portable", _KERNELS["portable"])
     if requested == "emulator":
@@ -192,7 +206,9 @@ def announce(chosen: Plan) -> None:
         return
     if _settings.fallback == "error":
         text = "; ".join(reason.text for reason in chosen.reasons)
-        raise RuntimeError(f"flash_attn_mx would fall back to {chosen.backend}: {text} (set_fallback is 'error')")
+        raise RuntimeError(
+            f"flash_attn_mx would fall back to {chosen.backend}: {text} (set_fallback is 'error')"
+        )
     if torch.compiler.is_compiling():
         return
     for reason in chosen.reasons:

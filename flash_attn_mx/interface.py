@@ -65,7 +65,9 @@ def flash_attn_func(
     window = _window(causal, window_size, q.shape[1], k.shape[1])
     scale = check_softmax_scale(softmax_scale, q.shape[-1])
     _check_options(deterministic, return_lse, rounding, dout_dtype, dropout_p, attn_mask)
-    chosen = dispatch.plan({"q": q, "k": k, "v": v}, k.shape[1], attn_mask is not None, dropout_p, backend)
+    chosen = dispatch.plan(
+        {"q": q, "k": k, "v": v}, k.shape[1], attn_mask is not None, dropout_p, backend
+    )
     dispatch.announce(chosen)
     if chosen.backend == "high_precision":
         out, lse = _high_precision(q, k, v, scale, window, attn_mask, dropout_p, return_lse)
@@ -113,9 +115,17 @@ def flash_attn_varlen_func(
     if cu_seqlens_k.shape != cu_seqlens_q.shape:
         expected = f"{cu_seqlens_q.shape[0]} offsets, as cu_seqlens_q"
         fail(ValueError, "cu_seqlens_k", expected, f"{cu_seqlens_k.shape[0]} offsets")
-    if type(cu_seqlens_q) is Tensor and q.device.type == "cpu" and not torch.compiler.is_compiling():
-        check_cu_values("cu_seqlens_q", cu_seqlens_q.tolist(), q.shape[0], "max_seqlen_q", max_seqlen_q)
-        check_cu_values("cu_seqlens_k", cu_seqlens_k.tolist(), k.shape[0], "max_seqlen_k", max_seqlen_k)
+    if (
+        type(cu_seqlens_q) is Tensor
+        and q.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+    ):
+        check_cu_values(
+            "cu_seqlens_q", cu_seqlens_q.tolist(), q.shape[0], "max_seqlen_q", max_seqlen_q
+        )
+        check_cu_values(
+            "cu_seqlens_k", cu_seqlens_k.tolist(), k.shape[0], "max_seqlen_k", max_seqlen_k
+        )
     window = _window(causal, window_size, max_seqlen_q, max_seqlen_k)
     scale = check_softmax_scale(softmax_scale, q.shape[-1])
     _check_options(deterministic, return_lse, rounding, dout_dtype)
@@ -216,10 +226,14 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in INPUT_DTYPES else x for x in tensors)
+    return tuple(
+        x.to(dtype) if isinstance(x, Tensor) and x.dtype in INPUT_DTYPES else x for x in tensors
+    )
 
 
-def _window(causal: bool, window_size: tuple[int, int], seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+def _window(
+    causal: bool, window_size: tuple[int, int], seqlen_q: int, seqlen_k: int
+) -> tuple[int, int]:
     """(left, right) with causal folded in, and -1 for a side that no row of that many queries and keys is cut by."""
     left, right = check_window(window_size)
     if left >= 0 and left >= seqlen_k - 1:
@@ -229,7 +243,9 @@ def _window(causal: bool, window_size: tuple[int, int], seqlen_q: int, seqlen_k:
     return left, -1 if right >= 0 and right >= seqlen_q - 1 else right
 
 
-def _check_options(deterministic, return_lse, rounding, dout_dtype, dropout_p=0.0, attn_mask=None) -> None:
+def _check_options(
+    deterministic, return_lse, rounding, dout_dtype, dropout_p=0.0, attn_mask=None
+) -> None:
     if rounding not in ROUNDINGS:
         fail(ValueError, "rounding", f"one of {ROUNDINGS}", repr(rounding))
     if dout_dtype not in EMAX:
@@ -251,7 +267,9 @@ def _requantised(x: MXTensor, axis: str) -> MXTensor:
 # --- autograd -------------------------------------------------------------------------------------------------
 
 
-def _attention(q, k, v, cu_q, cu_k, max_q, max_k, scale, window, deterministic, rounding, dout_dtype, executor):
+def _attention(
+    q, k, v, cu_q, cu_k, max_q, max_k, scale, window, deterministic, rounding, dout_dtype, executor
+):
     """(out, lse) through the MXFP8 operators, with a graph where one is wanted."""
     if not (type(q) is type(k) is type(v) is Tensor):
         ops.prepare_dtensors(q, k, v)
@@ -274,7 +292,9 @@ def _distinct(x: Tensor, *others: Tensor) -> Tensor:
 
 def _quantise_forward(q, k, v, cu_k, window, rounding):
     """The operands of `fwd`: q, k rowwise, v colwise, and v tokenwise where a mask cuts tiles."""
-    token = _OPS.quantize(v, "tokenwise", rounding, _E4M3, None) if window != (-1, -1) else (None, None)
+    token = (
+        _OPS.quantize(v, "tokenwise", rounding, _E4M3, None) if window != (-1, -1) else (None, None)
+    )
     return (
         *_OPS.quantize(q, "rowwise", rounding, _E4M3, None),
         *_OPS.quantize(k, "rowwise", rounding, _E4M3, None),
@@ -287,10 +307,31 @@ class _Attention(torch.autograd.Function):
     """Saves the quantised operands, out and lse; the incoming gradient is quantised in backward."""
 
     @staticmethod
-    def forward(q, k, v, cu_q, cu_k, max_q, max_k, scale, left, right, deterministic, rounding, dout_dtype, executor):
+    def forward(
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        scale,
+        left,
+        right,
+        deterministic,
+        rounding,
+        dout_dtype,
+        executor,
+    ):
         operands = _quantise_forward(q, k, v, cu_k, (left, right), rounding)
-        out, lse = _OPS.fwd(*operands, cu_q, cu_k, max_q, max_k, scale, left, right, q.dtype, executor)
-        token = operands[6:] if operands[6] is not None else _OPS.quantize(v, "tokenwise", rounding, _E4M3, None)
+        out, lse = _OPS.fwd(
+            *operands, cu_q, cu_k, max_q, max_k, scale, left, right, q.dtype, executor
+        )
+        token = (
+            operands[6:]
+            if operands[6] is not None
+            else _OPS.quantize(v, "tokenwise", rounding, _E4M3, None)
+        )
         q_col = _OPS.quantize(q, "colwise", rounding, _E4M3, cu_q)
         k_col = _OPS.quantize(k, "colwise", rounding, _E4M3, cu_k)
         return (out, lse, *operands[:2], *q_col, *operands[2:4], *k_col, *token)
@@ -330,7 +371,9 @@ class _Attention(torch.autograd.Function):
 def _high_precision(q, k, v, scale, window, attn_mask, dropout_p, return_lse):
     """torch SDPA on the unquantised inputs, with this library's masks; (out, None)."""
     if return_lse:
-        raise NotImplementedError("return_lse is not available on the high-precision path; pass backend='portable'")
+        raise NotImplementedError(
+            "return_lse is not available on the high-precision path; pass backend='portable'"
+        )
     batch, seqlen_q, nheads, _ = q.shape
     seqlen_k = k.shape[1]
     mask = attn_mask
@@ -343,7 +386,9 @@ def _high_precision(q, k, v, scale, window, attn_mask, dropout_p, return_lse):
         if mask is None:
             mask = seen
         else:
-            mask = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
+            mask = (
+                mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
+            )
     out = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
         attn_mask=mask, dropout_p=dropout_p, scale=scale, enable_gqa=nheads != k.shape[2],

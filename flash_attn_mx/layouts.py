@@ -163,7 +163,9 @@ def packed_atoms(scale, axis, cu_seqlens, total):
     seq = torch.searchsorted(first_tile, tile, right=True) - 1
     row = first_row[seq] + rows_per_tile * (tile - first_tile[seq])
     rows = row[:, None] + torch.arange(rows_per_tile, device=scale.device)
-    rows = rows.clamp_(max=scale.shape[0] - 1).flatten()  # the last tile of a sequence may end behind it
+    rows = rows.clamp_(
+        max=scale.shape[0] - 1
+    ).flatten()  # the last tile of a sequence may end behind it
     tiled = scale.view(torch.uint8).index_select(0, rows).view(scale.dtype)
     return to_swizzled128x4(operand_matrix(tiled, axis))
 

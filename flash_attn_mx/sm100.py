@@ -19,7 +19,9 @@ from ._errors import check_cu_values
 
 OUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ALIGNMENT = 16  # of addresses and strides in bytes, for the bulk-copy engine
-EMULATED_CTAS = 2  # of a launch in the emulator: more than one, and few, so that each serves several work items
+EMULATED_CTAS = (
+    2  # of a launch in the emulator: more than one, and few, so that each serves several work items
+)
 
 
 class Instance(NamedTuple):
@@ -40,7 +42,11 @@ def _read_instances() -> tuple[Instance, ...]:
 # Read at import, as the native library is: torch.compile must not meet a file.
 INSTANCES = _read_instances()
 CAPABILITIES = tuple(_native.attention_capabilities())
-WHY_NO_HOST = "" if _native.load() else f"the C++ operators that launch kernels are not loaded ({_native.status().reason})"
+WHY_NO_HOST = (
+    ""
+    if _native.load()
+    else f"the C++ operators that launch kernels are not loaded ({_native.status().reason})"
+)
 WHY_NO_EMULATOR = info.why_not_emulator()
 
 
@@ -55,7 +61,11 @@ def why_not_built(head_dim: int, out_dtype: torch.dtype, payload: torch.dtype) -
     if not INSTANCES:
         return "this installation contains no sm_100 attention kernel"
     sizes = " and ".join(f"<= {d}" for d in sorted({row.head_dim for row in INSTANCES}))
-    outs = ", ".join(name for name, dtype in OUT_DTYPES.items() if any(row.out_dtype == dtype for row in INSTANCES))
+    outs = ", ".join(
+        name
+        for name, dtype in OUT_DTYPES.items()
+        if any(row.out_dtype == dtype for row in INSTANCES)
+    )
     built = f"built: head_dim {sizes}, output {outs}, float8_e4m3fn operands"
     if payload != torch.float8_e4m3fn:
         return f"no sm_100 kernel takes {payload} operands; {built}"
@@ -71,7 +81,9 @@ def why_no_device(device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
     if capability[0] != 10 or (CAPABILITIES and capability not in CAPABILITIES):
         needed = info.dotted(CAPABILITIES) if CAPABILITIES else "10.x"
-        return f"{device} has capability {info.dotted([capability])}; the sm_100 kernels need {needed}"
+        return (
+            f"{device} has capability {info.dotted([capability])}; the sm_100 kernels need {needed}"
+        )
     return WHY_NO_HOST
 
 
@@ -82,7 +94,9 @@ def why_not_emulated(device: torch.device) -> str:
     return WHY_NO_EMULATOR or WHY_NO_HOST
 
 
-def serves(device: torch.device, head_dim: int, out_dtype: torch.dtype, payload: torch.dtype) -> bool:
+def serves(
+    device: torch.device, head_dim: int, out_dtype: torch.dtype, payload: torch.dtype
+) -> bool:
     """Whether a kernel can be launched for such operands."""
     return not (why_no_device(device) or why_not_built(head_dim, out_dtype, payload))
 
@@ -95,7 +109,9 @@ def tma_payload(x: Tensor) -> Tensor:
 
     In place: unit stride along head_dim, other strides positive multiples of 16 bytes, address a multiple of 16.
     """
-    rows = all(n <= 1 or (s > 0 and s % ALIGNMENT == 0) for n, s in zip(x.shape[:-1], x.stride()[:-1]))
+    rows = all(
+        n <= 1 or (s > 0 and s % ALIGNMENT == 0) for n, s in zip(x.shape[:-1], x.stride()[:-1])
+    )
     unit = x.shape[-1] == 1 or x.stride(-1) == 1
     if x.numel() == 0 or (rows and unit and x.data_ptr() % ALIGNMENT == 0):
         return x
@@ -106,7 +122,9 @@ def tma_payload(x: Tensor) -> Tensor:
     return copy
 
 
-def scale_atoms(scale: Tensor, axis: str, ndim: int, cu_seqlens: Optional[Tensor], total: int) -> Tensor:
+def scale_atoms(
+    scale: Tensor, axis: str, ndim: int, cu_seqlens: Optional[Tensor], total: int
+) -> Tensor:
     """Scales of an operand with ndim dimensions as the atoms of csrc/params.h; those that are atoms already as they are."""
     if scale.dim() != ndim:
         return scale.contiguous()
@@ -155,12 +173,16 @@ def prepare(
     return Problem(arguments, out, lse)
 
 
-def record_of(problem: Problem, instance: Instance, ctas: int = EMULATED_CTAS, executor: str = "record") -> dict:
+def record_of(
+    problem: Problem, instance: Instance, ctas: int = EMULATED_CTAS, executor: str = "record"
+) -> dict:
     """The launch record (csrc/ops/launch.h) as a dict; params as bytes.
 
     executor: "record", or "encode": the tensor maps inside params are encoded by the CUDA driver, which must be there.
     """
-    text = torch.ops.flash_attn_mx.attn_fwd(*problem.arguments, instance.name, instance.head_dim, ctas, executor, "")
+    text = torch.ops.flash_attn_mx.attn_fwd(
+        *problem.arguments, instance.name, instance.head_dim, ctas, executor, ""
+    )
     record = json.loads(text)
     return {**record, "params": bytes.fromhex(record["params"])}
 
@@ -169,7 +191,9 @@ def record_of(problem: Problem, instance: Instance, ctas: int = EMULATED_CTAS, e
 def _image(name: str, capability: tuple[int, int]) -> str:
     kernel = _native.find_kernel(name, capability)
     if kernel is None:
-        raise RuntimeError(f"flash_attn_mx: {name} is not built for capability {capability[0]}.{capability[1]}")
+        raise RuntimeError(
+            f"flash_attn_mx: {name} is not built for capability {capability[0]}.{capability[1]}"
+        )
     return str(kernel.fatbin)
 
 
@@ -177,7 +201,9 @@ def launch(problem: Problem, instance: Instance, image: Optional[str] = None) ->
     """Launches on the current stream of the tensors' device. image: a fat binary instead of the installed one."""
     if image is None:
         image = _image(instance.name, torch.cuda.get_device_capability(problem.out.device))
-    torch.ops.flash_attn_mx.attn_fwd(*problem.arguments, instance.name, instance.head_dim, 0, "driver", image)
+    torch.ops.flash_attn_mx.attn_fwd(
+        *problem.arguments, instance.name, instance.head_dim, 0, "driver", image
+    )
 
 
 @functools.lru_cache(maxsize=None)
@@ -185,7 +211,9 @@ def _emulated_kernel(ptx: Path, name: str) -> "emulator.Kernel":
     return emulator.Module.from_ptx(ptx).kernels[name]
 
 
-def emulate(problem: Problem, instance: Instance, ctas: int = EMULATED_CTAS, **options) -> Optional["emulator.Report"]:
+def emulate(
+    problem: Problem, instance: Instance, ctas: int = EMULATED_CTAS, **options
+) -> Optional["emulator.Report"]:
     """Runs the instance's PTX on the CPU; None where there is nothing to do. options: of emulator.Kernel.launch."""
     record = record_of(problem, instance, ctas)
     if record["grid"] == 0:
@@ -193,7 +221,12 @@ def emulate(problem: Problem, instance: Instance, ctas: int = EMULATED_CTAS, **o
     params = bytearray(record["params"])
     for m in record["maps"]:
         encoded = emulator.TensorMap.tiled(
-            m["address"], m["box"], dims=m["sizes"], strides=m["strides_bytes"], dtype="uint8", swizzle=f"{m['swizzle_bytes']}B"
+            m["address"],
+            m["box"],
+            dims=m["sizes"],
+            strides=m["strides_bytes"],
+            dtype="uint8",
+            swizzle=f"{m['swizzle_bytes']}B",
         ).encoded
         params[m["offset"] : m["offset"] + len(encoded)] = encoded
     kernel = next(kernel for kernel in _native.kernels() if kernel.name == instance.name)
@@ -209,7 +242,9 @@ def forward(executor: str, *arguments) -> tuple[Tensor, Tensor]:
     q, out_dtype = arguments[0], arguments[-1]
     blocked = why_no_device(q.device) if executor == "sm100" else why_not_emulated(q.device)
     payloads = {x.dtype for x in arguments[:8:2] if x is not None} - {torch.float8_e4m3fn}
-    blocked = blocked or why_not_built(q.shape[-1], out_dtype, next(iter(payloads), torch.float8_e4m3fn))
+    blocked = blocked or why_not_built(
+        q.shape[-1], out_dtype, next(iter(payloads), torch.float8_e4m3fn)
+    )
     if blocked:
         raise NotImplementedError(f"backend {executor!r}: {blocked}")
     instance = find_instance(q.shape[-1], out_dtype)

@@ -38,7 +38,10 @@ def _varlen(q, k, v, **options):
 
 def _prequantised(q, k, v, **options):
     layout = options.pop("layout", "plain")
-    operands = [quantize_mxfp8(x, axis=axis, layout=layout) for x, axis in ((q, "rowwise"), (k, "rowwise"), (v, "colwise"))]
+    operands = [
+        quantize_mxfp8(x, axis=axis, layout=layout)
+        for x, axis in ((q, "rowwise"), (k, "rowwise"), (v, "colwise"))
+    ]
     return flash_attn_mx_func(*operands, **options)
 
 
@@ -48,7 +51,9 @@ def _autocast(q, k, v, **options):
 
 
 def _compiled(q, k, v, **options):
-    explain(q, k, v, backend=options["backend"])  # raises what the call would, before dynamo wraps it
+    explain(
+        q, k, v, backend=options["backend"]
+    )  # raises what the call would, before dynamo wraps it
     torch._dynamo.reset()
     return torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")(q, k, v, **options)
 
@@ -59,7 +64,14 @@ def _second_derivative(q, k, v, **options):
 
 
 FEATURES = (
-    *(Feature(f"{name} inputs", dtype=dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32))),
+    *(
+        Feature(f"{name} inputs", dtype=dtype)
+        for name, dtype in (
+            ("bf16", torch.bfloat16),
+            ("fp16", torch.float16),
+            ("fp32", torch.float32),
+        )
+    ),
     *(Feature(f"head_dim {d}", head_dim=d) for d in (16, 64, 72, 128, 192, 256, 512)),
     Feature("causal", {"causal": True}),
     Feature("sliding window", {"window_size": (8, 2)}),
@@ -71,7 +83,12 @@ FEATURES = (
     Feature("deterministic", {"deterministic": True}),
     Feature("e5m2 gradients", {"dout_dtype": torch.float8_e5m2}),
     Feature("pre-quantised operands, plain scales", call=_prequantised, grad=False),
-    Feature("pre-quantised operands, swizzled scales", {"layout": "swizzled128x4"}, call=_prequantised, grad=False),
+    Feature(
+        "pre-quantised operands, swizzled scales",
+        {"layout": "swizzled128x4"},
+        call=_prequantised,
+        grad=False,
+    ),
     Feature("autocast", dtype=torch.float32, call=_autocast),
     Feature("torch.compile, fullgraph", call=_compiled),
     Feature("attn_mask", {"attn_mask": torch.ones(40, 40, dtype=torch.bool).tril()}),
@@ -81,26 +98,33 @@ FEATURES = (
 
 
 def try_feature(feature: Feature, backend: str) -> str:
-    """"yes" (forward, and backward where the row has one), "high precision", or "no" with the error's class."""
+    """ "yes" (forward, and backward where the row has one), "high precision", or "no" with the error's class."""
     torch.manual_seed(0)
     lengths = (feature.seqlens[0], feature.seqlens[1], feature.seqlens[1])
     heads = (feature.heads[0], feature.heads[1], feature.heads[1])
     q, k, v = (
-        torch.randn(1, s, h, feature.head_dim, dtype=feature.dtype, requires_grad=feature.grad) for s, h in zip(lengths, heads)
+        torch.randn(1, s, h, feature.head_dim, dtype=feature.dtype, requires_grad=feature.grad)
+        for s, h in zip(lengths, heads)
     )
     options = dict(feature.options)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             dispatch.forget_warnings()
-            out = (feature.call or flash_attn_func)(q, k, v, backend=None if backend == ANYTHING else backend, **options)
+            out = (feature.call or flash_attn_func)(
+                q, k, v, backend=None if backend == ANYTHING else backend, **options
+            )
             if feature.grad:
                 out.float().sum().backward()
     except (NotImplementedError, ValueError, TypeError) as error:
         return f"no ({type(error).__name__})"
     if not torch.isfinite(out.float()).all():
         return "wrong"
-    return "high precision, with notice" if any("high_precision" in str(w.message) for w in caught) else "yes"
+    return (
+        "high precision, with notice"
+        if any("high_precision" in str(w.message) for w in caught)
+        else "yes"
+    )
 
 
 def matrix() -> str:

@@ -183,6 +183,39 @@ def test_contract_values(device, kind, options):
     assert_contract(attend(problem, **options), oracle(problem, **options))
 
 
+@pytest.mark.parametrize("options", [{}, CAUSAL], ids=["full", "causal"])
+def test_contract_scale_blocks_along_the_channels(device, options):
+    """§4: which copy of Q, K, V and dO enters a product: rowwise scales lose small channels, colwise do not.
+
+    Power-of-two scales hardly change a rounding, so only channels that differ by more than E4M3's
+    range tell the copies apart; each channel is compared in its own units.
+    """
+    problem = normal_problem(140, 260, heads=2, heads_k=1, head_dim=32, device=device)
+    unit = torch.exp2(torch.randint(-10, 11, (32,), generator=torch.Generator().manual_seed(5)))
+    up, down = unit.to(device), 1 / unit.to(device)
+    problem = Problem(problem.q * up, problem.k * down, problem.v * up, problem.dout * down)
+    got, want = attend(problem, **options), oracle(problem, **options)
+    units = {"out": down, "lse": torch.ones(1), "dq": up, "dk": down, "dv": up, "slack": down}
+    got, want = (
+        Result(*(None if t is None else t * units[name] for name, t in result._asdict().items()))
+        for result in (got, want)
+    )
+    assert_contract(got, want)
+
+
+@pytest.mark.parametrize("options", [{}, CAUSAL], ids=["full", "causal"])
+def test_contract_scale_blocks_of_p_and_ds(device, options):
+    """§4: P has a scale per key, so dV of unlikely keys is precise; dS one for 32 keys, so dK of them is 0."""
+    problem = normal_problem(150, 300, head_dim=32, device=device)
+    unlikely = torch.arange(300) % 2 == 1
+    problem = add_logits(problem, -16.0 * unlikely)
+    got, want = attend(problem, **options), oracle(problem, **options)
+    assert_contract(got, want)
+    compare.assert_close(got.dv, want.dv, "dv", row=tol.FLIP_ROW)
+    assert (want.dv[:, unlikely] != 0).any(-1).all()
+    assert (want.dk[:, unlikely] == 0).all() and (got.dk[:, unlikely] == 0).all()
+
+
 @pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
 @pytest.mark.parametrize("options", [CAUSAL, {"window_size": (60, 0)}], ids=["causal", "window"])
 def test_contract_poisoned_tokens(device, value, options):

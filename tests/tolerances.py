@@ -19,6 +19,8 @@ CONTRACT_LSE = 1e-5
 # A flipped byte of P or dS changes one of the S·32 products of a gradient row by 2^-4; flips hit
 # about one byte in 10^5, their root mean square is below 1e-3.
 CONTRACT_GRAD = 2e-3
+# A single gradient row: one flip of 2^-4 in the largest of its products, spread over many queries.
+FLIP_ROW = 2.0**-6
 # Rounding of O and of the gradients to the output dtype: 7 and 10 fraction bits.
 HALF_ULP = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 

@@ -14,7 +14,7 @@ import time
 
 import torch
 
-WIDTH = 108  # columns of the terminal summary
+WIDTH = 110  # columns of the terminal summary
 
 # Okabe-Ito, a palette that colour-blind readers can tell apart; every series also has its own
 # marker or dash.
@@ -147,7 +147,7 @@ def _wrapped(paragraph: str, indent: str = "   ") -> str:
     return textwrap.fill(paragraph, WIDTH, initial_indent=indent, subsequent_indent=indent)
 
 
-def summary(sections: list[Section], out: pathlib.Path) -> str:
+def summary(sections: list[Section], out: pathlib.Path, quick: bool = False) -> str:
     """The text that the demo ends with, for a reader who has not read anything else."""
     env = environment()
     lines = [
@@ -157,12 +157,14 @@ def summary(sections: list[Section], out: pathlib.Path) -> str:
         "power-of-two scale",
         "=" * WIDTH,
         _wrapped(
-            f"What ran: the portable PyTorch path, on this CPU ({env['threads']} threads, torch "
+            f"What ran: the portable PyTorch path, on this CPU (threads: {env['threads']}, torch "
             f"{env['torch']}). It rounds where the Blackwell kernels round, so what you see below "
             "is accuracy, not speed. The Blackwell kernels themselves: not run on sm_100.",
             "",
         ),
     ]
+    if quick:
+        lines += ["", "--quick: tiny sizes, to see that everything runs; the figures mean nothing."]
     for number, section in enumerate(sections, 1):
         lines += ["", f"{number}. {section.title}  ({section.seconds:.0f} s)"]
         lines += [_wrapped(paragraph) for paragraph in section.text]
@@ -198,7 +200,8 @@ def pyplot():
             "grid.color": "#DDDDDD",
             "grid.linewidth": 0.6,
             "axes.axisbelow": True,
-            "legend.frameon": False,
+            "legend.framealpha": 0.85,
+            "legend.edgecolor": "none",
         }
     )
     return plt

@@ -1,6 +1,5 @@
 """Cases of shapes, masks, layouts and sizes that went wrong elsewhere."""
 
-
 import compare
 import pytest
 import tolerances as tol

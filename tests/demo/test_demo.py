@@ -145,3 +145,21 @@ def test_same_attention_twice_trains_identically(tmp_path):
     section = training.run(training.fp32_attention, tmp_path, bar, quick=True)
     assert section.figures["losses"]["fp32"] == section.figures["losses"]["mxfp8"]
     assert section.figures["gradient_norms"]["fp32"] == section.figures["gradient_norms"]["mxfp8"]
+
+
+def test_threads_that_hinder_are_given_up(monkeypatch):
+    """On a busy machine one thread is faster than two; a clock that says so must be believed."""
+    now = [0.0]
+
+    def busy(x):
+        now[0] += {1: 1.0, 2: 5.0}[torch.get_num_threads()]
+        return x
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        monkeypatch.setattr(demo.time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(torch.nn.functional, "gelu", busy)
+        assert demo.choose_threads() == 1 == torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)

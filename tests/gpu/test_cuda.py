@@ -18,7 +18,9 @@ def quiet():
     famx.set_fallback("silent")
 
 
-def qkv(batch=2, seqlen_q=257, seqlen_k=300, nheads=4, nheads_k=2, head_dim=64, dtype=torch.float32):
+def qkv(
+    batch=2, seqlen_q=257, seqlen_k=300, nheads=4, nheads_k=2, head_dim=64, dtype=torch.float32
+):
     torch.manual_seed(0)
     shapes = [(batch, seqlen_q, nheads, head_dim)] + [(batch, seqlen_k, nheads_k, head_dim)] * 2
     return [torch.randn(s).to(dtype) for s in shapes]
@@ -46,7 +48,12 @@ def assert_near(got, expected):
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_c51_quantise_gives_the_cpu_bytes(axis, rounding, dtype):
     """GPU and CPU paths store equal payload and scale bytes, for every bf16 pattern and for fp32 of all magnitudes."""
-    patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(1, 1024, 1, 64)
+    patterns = (
+        torch.arange(65536, dtype=torch.int32)
+        .to(torch.int16)
+        .view(torch.bfloat16)
+        .view(1, 1024, 1, 64)
+    )
     wide = torch.randn(2, 96, 3, 64) * torch.exp2(torch.randint(-140, 120, (2, 96, 3, 64)).float())
     for x in (patterns, wide):
         for op in (torch.ops.flash_attn_mx.quantize, quantize_pytorch):
@@ -56,7 +63,9 @@ def test_c51_quantise_gives_the_cpu_bytes(axis, rounding, dtype):
                 assert torch.equal(a.view(torch.uint8), b.cpu().view(torch.uint8))
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (70, 5)}], ids=["full", "causal", "window"])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window_size": (70, 5)}], ids=["full", "causal", "window"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_c39_gpu_without_kernels_gives_the_cpu_results(options, dtype):
     """Forward and backward of the portable path agree with the CPU."""
@@ -97,7 +106,10 @@ def test_c28_deterministic_gradients_on_gpu():
     dout = torch.randn(2, 512, 8, 128, device="cuda")
     first = run(inputs, dout, causal=True, deterministic=True)
     for _ in range(20):
-        assert all(torch.equal(a, b) for a, b in zip(run(inputs, dout, causal=True, deterministic=True), first))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(run(inputs, dout, causal=True, deterministic=True), first)
+        )
 
 
 def test_c26_current_stream_and_graph_replay():

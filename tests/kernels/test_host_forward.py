@@ -24,7 +24,8 @@ SMEM_LIMIT = 227 * 1024
 OPS = torch.ops.flash_attn_mx
 
 pytestmark = pytest.mark.skipif(
-    bool(sm100.WHY_NO_EMULATOR or sm100.WHY_NO_HOST), reason=sm100.WHY_NO_EMULATOR or sm100.WHY_NO_HOST
+    bool(sm100.WHY_NO_EMULATOR or sm100.WHY_NO_HOST),
+    reason=sm100.WHY_NO_EMULATOR or sm100.WHY_NO_HOST,
 )
 
 
@@ -51,7 +52,9 @@ def assert_near(got, want):
 
 def both(function, *args, **options):
     """The call's (out, lse) by the emulator and by the portable path."""
-    return [function(*args, return_lse=True, backend=b, **options) for b in ("emulator", "portable")]
+    return [
+        function(*args, return_lse=True, backend=b, **options) for b in ("emulator", "portable")
+    ]
 
 
 # --- the public API ----------------------------------------------------------------------------------------------
@@ -62,7 +65,11 @@ DENSE = {
     "d128-batch2-q257-k129": ((2, 257, 1, 128), (2, 129, 1, 128), {}),
     "d128-causal-mqa": ((1, 200, 3, 128), (1, 200, 1, 128), {"causal": True}),
     "d72-window": ((1, 140, 2, 72), (1, 200, 2, 72), {"window_size": (60, 5)}),
-    "d72-causal-window": ((1, 130, 1, 72), (1, 130, 1, 72), {"window_size": (40, 7), "causal": True}),
+    "d72-causal-window": (
+        (1, 130, 1, 72),
+        (1, 130, 1, 72),
+        {"window_size": (40, 7), "causal": True},
+    ),
     "d5-scale": ((1, 70, 1, 5), (1, 66, 1, 5), {"softmax_scale": -0.7}),
     "no-keys": ((1, 65, 2, 64), (1, 0, 2, 64), {"causal": True}),
     "no-queries": ((1, 0, 2, 64), (1, 64, 2, 64), {}),
@@ -83,15 +90,25 @@ def test_output_has_the_dtype_of_the_input(dtype):
     assert_near(*both(famx.flash_attn_func, *draw((1, 64, 1, 64), (1, 100, 1, 64), dtype)))
 
 
-PACKED = [([65, 0, 130], [65, 0, 130], 0), ([1, 200], [129, 64], 7), ([0, 0], [3, 0], 0), ([], [], 5)]
+PACKED = [
+    ([65, 0, 130], [65, 0, 130], 0),
+    ([1, 200], [129, 64], 7),
+    ([0, 0], [3, 0], 0),
+    ([], [], 5),
+]
 
 
 @pytest.mark.parametrize("lengths_q,lengths_k,tail", PACKED, ids=str)
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (30, 9)}], ids=["full", "causal", "window"])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window_size": (30, 9)}], ids=["full", "causal", "window"]
+)
 def test_packed_equals_portable(lengths_q, lengths_k, tail, options):
     """Sequences of any length, and tokens that belong to none: O = 0, LSE = -inf there."""
     q, k, v = draw((sum(lengths_q) + tail, 4, 72), (sum(lengths_k) + tail, 2, 72))
-    cu_q, cu_k = (torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32) for n in (lengths_q, lengths_k))
+    cu_q, cu_k = (
+        torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32)
+        for n in (lengths_q, lengths_k)
+    )
     longest = max(lengths_q, default=0), max(lengths_k, default=0)
     got, want = both(famx.flash_attn_varlen_func, q, k, v, cu_q, cu_k, *longest, **options)
     assert_near(got, want)
@@ -131,7 +148,9 @@ def test_gradients_through_the_emulator_forward():
 
 
 @pytest.mark.parametrize("layout", ["plain", "swizzled128x4"])
-@pytest.mark.parametrize("axis,causal", [("colwise", False), ("rowwise", True), ("tokenwise", True)])
+@pytest.mark.parametrize(
+    "axis,causal", [("colwise", False), ("rowwise", True), ("tokenwise", True)]
+)
 def test_prequantised_operands(layout, axis, causal):
     """MXTensors of both scale layouts; swizzled ones are passed on as they are, padded with bytes that mean NaN."""
     q, k, v = draw((1, 130, 2, 72), (1, 100, 1, 72))
@@ -144,12 +163,19 @@ def test_prequantised_operands(layout, axis, causal):
 
 def test_explain_names_the_instance():
     """plan and explain tell the kernel; what is not built is refused with what is."""
-    for head_dim, dtype, name in ((5, torch.float32, "d64_fp32"), (64, torch.float16, "d64_fp16"), (65, torch.bfloat16, "d128_bf16")):
+    for head_dim, dtype, name in (
+        (5, torch.float32, "d64_fp32"),
+        (64, torch.float16, "d64_fp16"),
+        (65, torch.bfloat16, "d128_bf16"),
+    ):
         x = torch.zeros(1, 4, 1, head_dim, dtype=dtype)
         plan = famx.explain(x, x, x, backend="emulator")
         assert (plan.backend, plan.kernel, plan.reasons) == ("emulator", f"attn_fwd_{name}", ())
     x = torch.zeros(1, 4, 1, 192)
-    with pytest.raises(NotImplementedError, match="head_dim 192 .*built: head_dim <= 64 and <= 128, output bf16, fp16, fp32"):
+    with pytest.raises(
+        NotImplementedError,
+        match="head_dim 192 .*built: head_dim <= 64 and <= 128, output bf16, fp16, fp32",
+    ):
         famx.flash_attn_func(x, x, x, backend="emulator")
     mx = quantize_mxfp8(torch.zeros(1, 4, 1, 64), dtype=torch.float8_e5m2)
     with pytest.raises(NotImplementedError, match="float8_e5m2 operands"):
@@ -161,13 +187,20 @@ def test_explain_names_the_instance():
 
 def test_c19_transposed_inputs():
     """(B,H,S,D) tensors seen as (B,S,H,D), as inputs and as payloads that are read in place."""
-    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in draw((2, 70, 2, 64), (2, 90, 2, 64)))
+    q, k, v = (
+        x.transpose(1, 2).contiguous().transpose(1, 2) for x in draw((2, 70, 2, 64), (2, 90, 2, 64))
+    )
     assert not q.is_contiguous()
     assert_near(*both(famx.flash_attn_func, q, k, v, causal=True))
     plain = [quantize_mxfp8(q), quantize_mxfp8(k), quantize_mxfp8(v, axis="colwise")]
-    views = [famx.MXTensor(x.data.transpose(1, 2).contiguous().transpose(1, 2), x.scale, x.axis) for x in plain]
+    views = [
+        famx.MXTensor(x.data.transpose(1, 2).contiguous().transpose(1, 2), x.scale, x.axis)
+        for x in plain
+    ]
     assert all(sm100.tma_payload(x.data) is x.data for x in views)
-    got, want = (famx.flash_attn_mx_func(*mx, return_lse=True, backend="emulator") for mx in (views, plain))
+    got, want = (
+        famx.flash_attn_mx_func(*mx, return_lse=True, backend="emulator") for mx in (views, plain)
+    )
     assert all(torch.equal(a, b) for a, b in zip(got, want))
 
 
@@ -190,10 +223,16 @@ def test_c24_payloads_that_tma_cannot_read_are_copied():
     odd = [misaligned(plain[0].data), plain[1].data[:, :, :1].expand(-1, -1, 2, -1), wide[..., :64]]
     for x in odd:
         ready = sm100.tma_payload(x)
-        assert ready is not x and ready.data_ptr() % 16 == 0 and all(s % 16 == 0 and s > 0 for s in ready.stride()[:-1])
+        assert (
+            ready is not x
+            and ready.data_ptr() % 16 == 0
+            and all(s % 16 == 0 and s > 0 for s in ready.stride()[:-1])
+        )
         assert torch.equal(ready.view(torch.uint8), x.view(torch.uint8))
     views = [famx.MXTensor(x, mx.scale, mx.axis) for x, mx in zip(odd, plain)]
-    got, want = (famx.flash_attn_mx_func(*mx, return_lse=True, backend="emulator") for mx in (views, plain))
+    got, want = (
+        famx.flash_attn_mx_func(*mx, return_lse=True, backend="emulator") for mx in (views, plain)
+    )
     assert all(torch.equal(a, b) for a, b in zip(got, want))
 
 
@@ -207,7 +246,9 @@ def test_packed_atoms_hold_every_scale(axis):
     generator = torch.Generator().manual_seed(0)
     shape = (rows, heads, 3 if axis == "rowwise" else width)
     scale = torch.randint(0, 255, shape, dtype=torch.uint8, generator=generator)
-    atoms = layouts.packed_atoms(scale.view(torch.float8_e8m0fnu), axis, cu, total).view(torch.uint8)
+    atoms = layouts.packed_atoms(scale.view(torch.float8_e8m0fnu), axis, cu, total).view(
+        torch.uint8
+    )
     tiles = total // 128 + len(lengths)
     assert atoms.shape == (heads, tiles * 512)
     for b, n in enumerate(lengths):
@@ -215,18 +256,27 @@ def test_packed_atoms_hold_every_scale(axis):
         first = start if axis == "rowwise" else start // 32 + b
         mine = scale[first : first + (n if axis == "rowwise" else -(-n // 32))]
         for head in range(heads):
-            for i, j in itertools.product(range(mine.shape[0]), range(0, shape[2], 1 if axis == "rowwise" else 13)):
+            for i, j in itertools.product(
+                range(mine.shape[0]), range(0, shape[2], 1 if axis == "rowwise" else 13)
+            ):
                 token, row, column = (i, i % 128, j) if axis == "rowwise" else (i * 32, j, i % 4)
                 atom = start // 128 + b + token // 128
-                assert atoms[head, atom * 512 + row % 32 * 16 + row // 32 * 4 + column] == mine[i, head, j]
+                assert (
+                    atoms[head, atom * 512 + row % 32 * 16 + row // 32 * 4 + column]
+                    == mine[i, head, j]
+                )
 
 
 # --- the launch record -------------------------------------------------------------------------------------------
 
 
-def problem_of(q, k, v, window=(-1, -1), out_dtype=torch.bfloat16, cu_q=None, cu_k=None, max_q=None, max_k=None):
+def problem_of(
+    q, k, v, window=(-1, -1), out_dtype=torch.bfloat16, cu_q=None, cu_k=None, max_q=None, max_k=None
+):
     e4m3 = torch.float8_e4m3fn
-    token = OPS.quantize(v, "tokenwise", "rceil", e4m3, None) if window != (-1, -1) else (None, None)
+    token = (
+        OPS.quantize(v, "tokenwise", "rceil", e4m3, None) if window != (-1, -1) else (None, None)
+    )
     operands = (
         *OPS.quantize(q, "rowwise", "rceil", e4m3, None),
         *OPS.quantize(k, "rowwise", "rceil", e4m3, None),
@@ -257,7 +307,9 @@ SWEEP = [
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0)], ids=str)
 def test_record_contents(batch, seqlen_q, seqlen_k, heads, heads_k, head_dim, window):
     """Grid, block, shared memory, tensor maps and scalars of dense launches."""
-    problem = problem_of(*draw((batch, seqlen_q, heads, head_dim), (batch, seqlen_k, heads_k, head_dim)), window)
+    problem = problem_of(
+        *draw((batch, seqlen_q, heads, head_dim), (batch, seqlen_k, heads_k, head_dim)), window
+    )
     instance = sm100.find_instance(head_dim, torch.bfloat16)
     items = batch * heads * -(-seqlen_q // 256)
     for ctas in (1, 3, 148):
@@ -272,14 +324,23 @@ def test_record_contents(batch, seqlen_q, seqlen_k, heads, heads_k, head_dim, wi
         assert m["box"] == [instance.head_dim, 128, 1, 1]
     assert maps["q"]["sizes"] == [head_dim, seqlen_q, heads, batch]
     for name in ("k", "v", "v_tok"):
-        assert maps[name]["sizes"] == ([head_dim, seqlen_k, heads_k, batch] if seqlen_k else maps["q"]["sizes"])
-    assert (maps["v"]["address"] == maps["v_tok"]["address"]) == (window == (-1, -1) or seqlen_k == 0)
+        assert maps[name]["sizes"] == (
+            [head_dim, seqlen_k, heads_k, batch] if seqlen_k else maps["q"]["sizes"]
+        )
+    assert (maps["v"]["address"] == maps["v_tok"]["address"]) == (
+        window == (-1, -1) or seqlen_k == 0
+    )
     p = Params.from_buffer_copy(record["params"])
     assert ctypes.sizeof(Params) == len(record["params"])
     for m in maps.values():
         assert m["offset"] == getattr(Params, m["name"]).offset and not any(getattr(p, m["name"]))
     assert (p.out, p.lse) == (problem.out.data_ptr(), problem.lse.data_ptr())
-    assert (p.batch, p.heads, p.heads_per_kv, p.head_dim) == (batch, heads, heads // heads_k, head_dim)
+    assert (p.batch, p.heads, p.heads_per_kv, p.head_dim) == (
+        batch,
+        heads,
+        heads // heads_k,
+        head_dim,
+    )
     assert (p.seqlen_q, p.seqlen_k, p.window_left, p.window_right) == (seqlen_q, seqlen_k, *window)
     assert (p.q_scale_tiles, p.k_scale_tiles) == (-(-seqlen_q // 128), -(-seqlen_k // 128))
     assert p.cu_seqlens_q is None or p.cu_seqlens_q == 0
@@ -294,7 +355,13 @@ def test_record_of_packed_sequences():
     record = sm100.record_of(problem, sm100.find_instance(64, torch.bfloat16), ctas=1000)
     p = Params.from_buffer_copy(record["params"])
     assert record["grid"] == 2 * 4 * 3
-    assert (p.batch, p.q_blocks, p.seqlen_q, p.q_scale_tiles, p.k_scale_tiles) == (3, 2, 295, 310 // 128 + 3, 310 // 128 + 3)
+    assert (p.batch, p.q_blocks, p.seqlen_q, p.q_scale_tiles, p.k_scale_tiles) == (
+        3,
+        2,
+        295,
+        310 // 128 + 3,
+        310 // 128 + 3,
+    )
     assert p.cu_seqlens_q == cu.data_ptr() and p.cu_seqlens_k == cu.data_ptr()
     for m in record["maps"]:
         check_tensor_map(m, 64)
@@ -305,17 +372,36 @@ def test_huge_windows_and_scales():
     """Window sides beyond 32 bits are as good as unlimited; a zero scale becomes the smallest normal factor."""
     x = draw((1, 4, 1, 64), (1, 4, 1, 64))
     problem = problem_of(*x, (2**40, 3))
-    record = sm100.record_of(problem._replace(arguments=(*problem.arguments[:14], 0.0, 2**40, 3)), sm100.INSTANCES[0])
+    record = sm100.record_of(
+        problem._replace(arguments=(*problem.arguments[:14], 0.0, 2**40, 3)), sm100.INSTANCES[0]
+    )
     p = Params.from_buffer_copy(record["params"])
     assert (p.window_left, p.window_right, p.negate) == (2**30, 3, 0) and p.scale_log2 == 2.0**-126
 
 
 # --- wrong input of the operator: a RuntimeError that names the argument, never a wrong launch ------------------------
 
-ARGUMENTS = ["q", "q_scale", "k", "k_scale", "v", "v_scale", "v_tok", "v_tok_scale", "out", "lse", "cu_seqlens_q", "cu_seqlens_k"]
+ARGUMENTS = [
+    "q",
+    "q_scale",
+    "k",
+    "k_scale",
+    "v",
+    "v_scale",
+    "v_tok",
+    "v_tok_scale",
+    "out",
+    "lse",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+]
 FAULTS = {
     "q": [lambda x: x.view(torch.float8_e5m2), misaligned, lambda x: x[0], lambda x: x[..., ::2]],
-    "k": [lambda x: x[:, :-1], lambda x: x[:, :, :1].expand(-1, -1, 2, -1), lambda x: x.transpose(1, 3)],
+    "k": [
+        lambda x: x[:, :-1],
+        lambda x: x[:, :, :1].expand(-1, -1, 2, -1),
+        lambda x: x.transpose(1, 3),
+    ],
     "v": [lambda x: x[..., :48]],
     "q_scale": [lambda x: x[..., :-512], lambda x: x.repeat(1, 1, 2)[..., ::2], misaligned],
     "v_scale": [lambda x: x.repeat(2, 1, 1)],
@@ -327,7 +413,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("argument,fault", [(a, i) for a, faults in FAULTS.items() for i in range(len(faults))])
+@pytest.mark.parametrize(
+    "argument,fault", [(a, i) for a, faults in FAULTS.items() for i in range(len(faults))]
+)
 def test_operator_refuses_wrong_tensors(argument, fault):
     problem = problem_of(*draw((2, 70, 4, 64), (2, 90, 2, 64)), (-1, 0))
     arguments = list(problem.arguments)
