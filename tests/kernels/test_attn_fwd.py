@@ -1,7 +1,8 @@
 """The sm_100 forward kernel's PTX in the emulator, with strict checks, against the portable path.
 
-Bounds: O within 2^-7 of the largest |O| of the row (a payload of P may round the other way: fp32 sums of S differ in
-their last bits, and exp2 errs by 3e-6), LSE within 1e-5, relative beyond 1.
+Bounds, relative to the largest |O| of the row: S is summed in another order here, and exp2 errs by 3e-6, so about one
+payload of P in 10^5 rounds the other way, by at most 2^-4 of a key's weight. A row without such a key agrees to fp32
+sums; with one, to 2^-5 where no key has more than half of the weight. LSE within 1e-5, relative beyond 1.
 """
 
 import math
@@ -12,7 +13,9 @@ from kernels.attn_fwd import OUT_NAMES, Operands, expected, quantise, run
 
 from flash_attn_mx import _native
 
-O_ROW = 2.0**-7
+O_ROW = 2.0**-5
+O_ROW_SAME_P = 2e-5
+ROWS_WITH_ANOTHER_P = 0.03
 LSE = 1e-5
 CAUSAL = (-1, 0)
 NONE = (-1, -1)
@@ -37,7 +40,7 @@ def draw(seqlen_q, seqlen_k, head_dim, *, batch=1, heads=1, heads_k=1, seed=0):
     return q, normal(batch, seqlen_k, heads_k, head_dim), normal(batch, seqlen_k, heads_k, head_dim)
 
 
-def check(ops: Operands, *, softmax_scale=None, window=NONE, out_dtype=torch.float32, o_row=O_ROW, **options):
+def check(ops: Operands, *, softmax_scale=None, window=NONE, out_dtype=torch.float32, **options):
     """Runs the kernel, compares with the portable path; returns out, lse."""
     ptx = kernel_ptx(ops.q[0].shape[-1], out_dtype)
     out, lse, _ = run(ptx, ops, softmax_scale=softmax_scale, window=window, out_dtype=out_dtype, **options)
@@ -52,7 +55,11 @@ def check(ops: Operands, *, softmax_scale=None, window=NONE, out_dtype=torch.flo
     row = want64.abs().amax(-1, keepdim=True)
     assert (out64[(row == 0).expand_as(out64)] == 0).all()
     ratio = (out64 - want64).abs() / row.clamp(min=1e-300)
-    assert ratio.numel() == 0 or ratio.max() <= o_row, float(ratio.max())
+    if ratio.numel():
+        step = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[out_dtype]
+        assert ratio.max() <= O_ROW + step, float(ratio.max())
+        other = int((ratio.amax(-1) > O_ROW_SAME_P + step).sum())
+        assert other <= max(2, ROWS_WITH_ANOTHER_P * row.numel()), other
     return out, lse
 
 
@@ -99,7 +106,7 @@ def test_asynchronous_orders(head_dim, seqlen_q, seqlen_k, window, order, seed):
 @pytest.mark.parametrize("out_dtype", list(OUT_NAMES))
 @pytest.mark.parametrize("head_dim", [64, 72, 128])
 def test_output_types(head_dim, out_dtype):
-    check(quantise(*draw(130, 130, head_dim)), window=CAUSAL, out_dtype=out_dtype, o_row=O_ROW + 2.0**-8)
+    check(quantise(*draw(130, 130, head_dim)), window=CAUSAL, out_dtype=out_dtype)
 
 
 # --- row reference and tile exponents ---------------------------------------------------------------------------

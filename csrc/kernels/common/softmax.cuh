@@ -8,6 +8,10 @@ namespace flash_attn_mx {
 
 constexpr int kMinTileExponent = -119;       // the scale byte 127 + n - 8 stays >= 0
 constexpr float kMaxTileExponent = 60.0f;    // above it the row reference moves
+// x = S * c is rounded before the reference is subtracted only where |x| is this large; elsewhere one fma does both. The
+// reference is a rounded x, so that its distance to the exact product is half an ulp of it: 2^-14 here, but without
+// bound for large logits (the largest p would not be 1).
+constexpr float kFarLogit = 1024.0f;
 constexpr float kInfinity = __builtin_huge_valf();
 // Adding 1.5 * 2^23 leaves an integer in the low mantissa bits.
 constexpr float kRoundToInteger = 12582912.0f;
