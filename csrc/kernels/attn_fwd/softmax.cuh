@@ -114,7 +114,8 @@ struct Softmax {
   FAMX_DEVICE void load_s(uint32_t (&s)[4][32]) {
     ptx::tcgen05_fence_after();  // S was written by the mma
 #pragma unroll
-    for (int k = 0; k < 4; ++k) ptx::tmem_load_32(s[k], tmem + C::s_column(0) + tile * kTile + 32 * k);
+    for (int k = 0; k < 4; ++k)
+      ptx::tmem_load_32(s[k], tmem + C::s_column(0) + tile * kTile + 32 * k);
     ptx::tmem_wait_load();
 #pragma unroll
     for (int k = 0; k < 4; ++k) ptx::pin(s[k]);
@@ -143,7 +144,9 @@ struct Softmax {
   }
 
   // Where m lies more than 60 above r, r moves up to m (for the first visible key too, where r is -inf).
-  FAMX_DEVICE static bool must_move(float m, float reference) { return m - reference > kMaxTileExponent; }
+  FAMX_DEVICE static bool must_move(float m, float reference) {
+    return m - reference > kMaxTileExponent;
+  }
 
   FAMX_DEVICE void move_reference(float m) {
     const bool move = must_move(m, state.reference);
@@ -195,7 +198,8 @@ struct Softmax {
         largest = from_shifted(largest, shift);
 #pragma unroll
         for (int k = 0; k < kTile; ++k)
-          s[k / 32][k % 32] = __float_as_uint(from_shifted(__uint_as_float(s[k / 32][k % 32]), shift));
+          s[k / 32][k % 32] =
+              __float_as_uint(from_shifted(__uint_as_float(s[k / 32][k % 32]), shift));
       }
     }
     const TileExponent n(m - reference);
@@ -208,7 +212,8 @@ struct Softmax {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int at = 4 * g + 2 * h;
-        const float s0 = __uint_as_float(s[at / 32][at % 32]), s1 = __uint_as_float(s[at / 32][at % 32 + 1]);
+        const float s0 = __uint_as_float(s[at / 32][at % 32]),
+                    s1 = __uint_as_float(s[at / 32][at % 32 + 1]);
         e[h] = on_fma_pipe(at / 2, kPolynomialPairs) ? exp2.polynomial(s0, s1) : exp2.mufu(s0, s1);
         sum[h] = add(sum[h], e[h]);
       }
@@ -217,8 +222,9 @@ struct Softmax {
     sum[0] = add(sum[0], sum[1]);
     const float weight = n.weight_256();
     state.sum = __fmaf_rn(weight, low(sum[0]) + high(sum[0]), state.sum);
-    state.sum_quantised =
-        __fmaf_rn(weight, rounding_of_largest<256>(exp2_approx(__fmaf_rn(largest, p.scale_log2, bias))), state.sum_quantised);
+    state.sum_quantised = __fmaf_rn(
+        weight, rounding_of_largest<256>(exp2_approx(__fmaf_rn(largest, p.scale_log2, bias))),
+        state.sum_quantised);
     return n.bytes();
   }
 
@@ -239,7 +245,8 @@ struct Softmax {
   }
 
   // Returns the scale word: a byte per 32 keys. payload = e4m3(p * factor * 2^(127 - byte)), 0 for keys not seen.
-  FAMX_DEVICE uint32_t cut_tile(uint32_t (&s)[4][32], uint32_t (&payload)[32], int begin, int seen) {
+  FAMX_DEVICE uint32_t cut_tile(uint32_t (&s)[4][32], uint32_t (&payload)[32], int begin,
+                                int seen) {
     using namespace ptx;
     const auto visible = [&](int key) { return uint32_t(key - begin) < uint32_t(seen); };
 #pragma unroll
