@@ -68,9 +68,9 @@ static_assert(kTiles * kRowThreads * kSoftmaxRegisters +
                   64 * 1024,
               "register file");
 
-// Pairs of keys, of the 64 pairs of a row, whose exp2 runs on the FMA pipe instead of the MUFU.
-constexpr int kPolynomialPairs =
-    21;  // untuned: 86 keys and one maximum on the MUFU take 696 of the 700 cycles budgeted
+// Pairs of keys, of the 64 pairs of a row, whose exp2 runs on the FMA pipe instead of the MUFU. Untuned: chosen so that
+// the MUFU (86 keys and one maximum, 8 cycles each: 696) and the issue slots (docs/forward.md) come out close.
+constexpr int kPolynomialPairs = 21;
 
 template <int kHeadDim_>
 struct Config {
