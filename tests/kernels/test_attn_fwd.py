@@ -1,7 +1,8 @@
 """The sm_100 forward kernel's PTX in the emulator, with strict checks, against the portable path.
 
-Bounds: O within 2^-7 of the largest |O| of the row (a payload of P may round the other way: fp32 sums of S differ in
-their last bits, and exp2 errs by 3e-6), LSE within 1e-5, relative beyond 1.
+Bounds, relative to the largest |O| of the row: S is summed in another order here, and exp2 errs by 3e-6, so about one
+payload of P in 10^5 rounds the other way, by at most 2^-4 of a key's weight. A row without such a key agrees to fp32
+sums; with one, to 2^-5 where no key has more than half of the weight. LSE within 1e-5, relative beyond 1.
 """
 
 import math
@@ -12,7 +13,9 @@ from kernels.attn_fwd import OUT_NAMES, Operands, expected, quantise, run
 
 from flash_attn_mx import _native
 
-O_ROW = 2.0**-7
+O_ROW = 2.0**-5
+O_ROW_SAME_P = 2e-5
+ROWS_WITH_ANOTHER_P = 0.03
 LSE = 1e-5
 CAUSAL = (-1, 0)
 NONE = (-1, -1)
@@ -37,7 +40,7 @@ def draw(seqlen_q, seqlen_k, head_dim, *, batch=1, heads=1, heads_k=1, seed=0):
     return q, normal(batch, seqlen_k, heads_k, head_dim), normal(batch, seqlen_k, heads_k, head_dim)
 
 
-def check(ops: Operands, *, softmax_scale=None, window=NONE, out_dtype=torch.float32, o_row=O_ROW, **options):
+def check(ops: Operands, *, softmax_scale=None, window=NONE, out_dtype=torch.float32, **options):
     """Runs the kernel, compares with the portable path; returns out, lse."""
     ptx = kernel_ptx(ops.q[0].shape[-1], out_dtype)
     out, lse, _ = run(ptx, ops, softmax_scale=softmax_scale, window=window, out_dtype=out_dtype, **options)
@@ -52,7 +55,11 @@ def check(ops: Operands, *, softmax_scale=None, window=NONE, out_dtype=torch.flo
     row = want64.abs().amax(-1, keepdim=True)
     assert (out64[(row == 0).expand_as(out64)] == 0).all()
     ratio = (out64 - want64).abs() / row.clamp(min=1e-300)
-    assert ratio.numel() == 0 or ratio.max() <= o_row, float(ratio.max())
+    if ratio.numel():
+        step = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[out_dtype]
+        assert ratio.max() <= O_ROW + step, float(ratio.max())
+        other = int((ratio.amax(-1) > O_ROW_SAME_P + step).sum())
+        assert other <= max(2, ROWS_WITH_ANOTHER_P * row.numel()), other
     return out, lse
 
 
@@ -99,7 +106,7 @@ def test_asynchronous_orders(head_dim, seqlen_q, seqlen_k, window, order, seed):
 @pytest.mark.parametrize("out_dtype", list(OUT_NAMES))
 @pytest.mark.parametrize("head_dim", [64, 72, 128])
 def test_output_types(head_dim, out_dtype):
-    check(quantise(*draw(130, 130, head_dim)), window=CAUSAL, out_dtype=out_dtype, o_row=O_ROW + 2.0**-8)
+    check(quantise(*draw(130, 130, head_dim)), window=CAUSAL, out_dtype=out_dtype)
 
 
 # --- row reference and tile exponents ---------------------------------------------------------------------------
@@ -166,6 +173,75 @@ def test_rows_without_keys():
     assert torch.equal(out[0, :, 0, 0], torch.tensor([0.0, 0.0, 0.0, 1.0, 2.0]))
     assert lse[0, 0, :3].eq(-math.inf).all()
     check(quantise(*draw(700, 100, 64)), window=CAUSAL)  # whole query tiles see nothing
+
+
+def test_window_sides():
+    """C12: bottom-right alignment. C14: a right side beyond the keys cuts nothing."""
+
+    def rows(values, seqlen_q, window):
+        n = len(values)
+        v = torch.tensor(values).view(1, n, 1, 1).expand(1, n, 1, 64).contiguous()
+        ops = quantise(torch.zeros(1, seqlen_q, 1, 64), torch.zeros(1, n, 1, 64), v)
+        return check(ops, window=window)[0][0, :, 0, 0]
+
+    assert torch.allclose(rows([1.0, 2.0, 4.0, 8.0, 16.0], 2, CAUSAL), torch.tensor([3.75, 6.2]))
+    assert torch.equal(rows([1.0, 3.0], 4, (-1, 10)), torch.full((4,), 2.0))
+
+
+def test_query_heads_use_their_key_head():
+    """C22: six query heads over two key heads."""
+    v = torch.tensor([1.0, 2.0]).view(1, 1, 2, 1).expand(1, 40, 2, 64).contiguous()
+    out, _ = check(quantise(torch.zeros(1, 3, 6, 64), torch.zeros(1, 40, 2, 64), v))
+    assert torch.equal(out[0, 0, :, 0], torch.tensor([1.0, 1.0, 1.0, 2.0, 2.0, 2.0]))
+
+
+def test_huge_queries_and_keys():
+    """C05: logits near 1e19 stay finite."""
+    sign = torch.randn(1, 4, 1, 64, generator=torch.Generator().manual_seed(1)).sign()
+    v = torch.randn(1, 4, 1, 64, generator=torch.Generator().manual_seed(2))
+    for window in (NONE, CAUSAL):
+        out, lse = check(quantise(5e8 * sign, 5e8 * sign, v), window=window)
+        assert torch.isfinite(out).all() and torch.isfinite(lse).all()
+
+
+@pytest.mark.parametrize("out_dtype", list(OUT_NAMES))
+def test_ones_stay_ones(out_dtype):
+    """C65: every output type, many key tiles. C66: weights of 2^-10 beside a large one still count."""
+    ones = torch.ones(1, 2048, 1, 128)
+    zero = torch.zeros(1, 64, 1, 128)
+    out, _ = check(quantise(zero, torch.zeros_like(ones), ones), out_dtype=out_dtype)
+    assert torch.equal(out, torch.ones_like(out))
+    k = torch.zeros(1, 2048, 1, 128)
+    k[:, 1:] = -7 / 128
+    out, _ = check(quantise(zero + 1, k, ones), softmax_scale=1.0, out_dtype=out_dtype)
+    assert (out - 1).abs().max() <= 0.05
+
+
+def test_large_values_accumulate_in_fp32():
+    """C67: V = 3e4, also with alternating signs."""
+    zero = torch.zeros(1, 3, 1, 64), torch.zeros(1, 1024, 1, 64)
+    for v in (torch.full((1, 1024, 1, 64), 3e4), 3e4 * (1 - 2 * (torch.arange(64) % 2)).expand(1, 1024, 1, 64)):
+        out, _ = check(quantise(*zero, v.contiguous().float()))
+        assert ((out - v[:, :3]).abs() <= 0.0625 * 3e4).all()
+
+
+def test_later_values_do_not_leak():
+    """C50: one huge value of V in the future changes no earlier row."""
+    zero, v = torch.zeros(1, 32, 1, 32), torch.full((1, 32, 1, 32), 0.3)
+    clean, _ = check(quantise(zero, zero, v), window=CAUSAL)
+    for value in (2.0**20, math.inf, math.nan):
+        v[:, 31] = value
+        out, _ = check(quantise(zero, zero, v), window=CAUSAL)
+        assert torch.equal(out[:, :31], clean[:, :31])
+
+
+@pytest.mark.parametrize("window", [NONE, CAUSAL], ids=str)
+def test_padding_of_scales_is_not_used(window):
+    """C58: the same bits with padding bytes 0xFF and 0x00."""
+    ops = quantise(*draw(33, 161, 40))
+    first = check(ops, window=window, scale_padding=0xFF)
+    second = check(ops, window=window, scale_padding=0x00)
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
 
 
 # --- NaN, Inf and neighbours ------------------------------------------------------------------------------------
