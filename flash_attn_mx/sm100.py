@@ -137,15 +137,22 @@ def scale_atoms(
 
 
 class Problem(NamedTuple):
-    """The arguments of the attn_fwd operator up to the instance, and the tensors that the kernel reaches through them."""
+    """The arguments of the attn_fwd operator up to the instance, and among them the outputs."""
 
     arguments: tuple
     out: Tensor
     lse: Tensor
+    filled: bool  # out and lse hold the results of rows that the kernel does not write
 
     @property
     def tensors(self) -> list[Tensor]:
+        """What the kernel reaches through pointers."""
         return [x for x in self.arguments if isinstance(x, Tensor)]
+
+    @property
+    def undefined(self) -> list[Tensor]:
+        """Those of them whose contents mean nothing before the launch."""
+        return [] if self.filled else [self.out, self.lse]
 
 
 def prepare(
@@ -170,7 +177,7 @@ def prepare(
         None if v_tok is None else tma_payload(v_tok), v_tok_scale,
         out, lse, cu_q, cu_k, max_q, max_k, softmax_scale, window_left, window_right,
     )  # fmt: skip
-    return Problem(arguments, out, lse)
+    return Problem(arguments, out, lse, filled=packed)
 
 
 def record_of(
@@ -211,30 +218,43 @@ def _emulated_kernel(ptx: Path, name: str) -> "emulator.Kernel":
     return emulator.Module.from_ptx(ptx).kernels[name]
 
 
+def _encoded_params(record: dict) -> bytes:
+    """The record's parameters with its tensor maps encoded for the emulator."""
+    params = bytearray(record["params"])
+    for m in record["maps"]:
+        shape = dict(dims=m["sizes"], strides=m["strides_bytes"], dtype="uint8")
+        swizzle = f"{m['swizzle_bytes']}B"
+        tiled = emulator.TensorMap.tiled(m["address"], m["box"], swizzle=swizzle, **shape)
+        params[m["offset"] : m["offset"] + len(tiled.encoded)] = tiled.encoded
+    return bytes(params)
+
+
 def emulate(
-    problem: Problem, instance: Instance, ctas: int = EMULATED_CTAS, **options
+    problem: Problem,
+    instance: Instance,
+    ctas: int = EMULATED_CTAS,
+    ptx: Optional[Path] = None,
+    **options,
 ) -> Optional["emulator.Report"]:
-    """Runs the instance's PTX on the CPU; None where there is nothing to do. options: of emulator.Kernel.launch."""
+    """Runs the instance's PTX on the CPU; None where there is nothing to do.
+
+    ptx: a file instead of the installed one.   options: of emulator.Kernel.launch, such as order.
+    """
     record = record_of(problem, instance, ctas)
     if record["grid"] == 0:
         return None
-    params = bytearray(record["params"])
-    for m in record["maps"]:
-        encoded = emulator.TensorMap.tiled(
-            m["address"],
-            m["box"],
-            dims=m["sizes"],
-            strides=m["strides_bytes"],
-            dtype="uint8",
-            swizzle=f"{m['swizzle_bytes']}B",
-        ).encoded
-        params[m["offset"] : m["offset"] + len(encoded)] = encoded
-    kernel = next(kernel for kernel in _native.kernels() if kernel.name == instance.name)
-    defined = bool(problem.arguments[10] is not None)  # packed outputs are filled before the launch
-    return _emulated_kernel(kernel.ptx, instance.name).launch(
-        grid=record["grid"], cluster=record["cluster"], block=record["block"], smem_bytes=record["smem_bytes"],
-        args=bytes(params), buffers=problem.tensors, undefined=() if defined else (problem.out, problem.lse), **options,
-    )  # fmt: skip
+    if ptx is None:
+        ptx = next(row.ptx for row in _native.kernels() if row.name == instance.name)
+    return _emulated_kernel(ptx, instance.name).launch(
+        grid=record["grid"],
+        cluster=record["cluster"],
+        block=record["block"],
+        smem_bytes=record["smem_bytes"],
+        args=_encoded_params(record),
+        buffers=problem.tensors,
+        undefined=problem.undefined,
+        **options,
+    )
 
 
 def forward(executor: str, *arguments) -> tuple[Tensor, Tensor]:

@@ -32,9 +32,7 @@ constexpr float kMinScale = 0x1p-126f;
 
 int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
-bool aligned(const void* address) {
-  return reinterpret_cast<uintptr_t>(address) % kAlignment == 0;
-}
+bool aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % kAlignment == 0; }
 
 // A payload or an output seen as (batch, tokens, heads, channels); strides in elements. Packed: batch 1.
 struct View {
@@ -109,8 +107,8 @@ const uint8_t* scale_atoms(const char* name, const Tensor& scale, int64_t heads,
                            int device) {
   FAMX_CHECK(scale.element_size() == 1 && scale.is_contiguous(), name, "contiguous bytes",
              "another dtype or strides");
-  FAMX_CHECK(int64_t(scale.numel()) == heads * atoms * kAtomBytes, name,
-             heads * atoms * kAtomBytes, int64_t(scale.numel()), " bytes of swizzled128x4 atoms");
+  FAMX_CHECK(int64_t(scale.numel()) == heads * atoms * kAtomBytes, name, heads * atoms * kAtomBytes,
+             int64_t(scale.numel()), " bytes of swizzled128x4 atoms");
   FAMX_CHECK(scale.get_device_index() == device, name, "the device of q", "another");
   FAMX_CHECK(aligned(scale.const_data_ptr()), name, "an address that is a multiple of 16",
              "another");

@@ -202,8 +202,8 @@ CUkern* load_kernel(const LaunchRecord& record, const std::string& image, const 
       api().LibraryLoadData(&library, code.data(), nullptr, nullptr, 0, nullptr, nullptr, 0),
       "cuLibraryLoadData", record.kernel, device);
   CUkern* kernel;
-  check_kernel(api().LibraryGetKernel(&kernel, library, record.kernel.c_str()), "cuLibraryGetKernel",
-             record.kernel, device);
+  check_kernel(api().LibraryGetKernel(&kernel, library, record.kernel.c_str()),
+               "cuLibraryGetKernel", record.kernel, device);
   return kernel;
 }
 
@@ -219,7 +219,7 @@ CUkern* kernel_for(const LaunchRecord& record, const std::string& image, const D
   if (!kernel) kernel = load_kernel(record, image, device);
   const int bytes = static_cast<int>(record.smem_bytes);
   check_kernel(api().KernelSetAttribute(kFuncMaxDynamicSmem, bytes, kernel, device.handle),
-             "cuKernelSetAttribute", record.kernel, device);
+               "cuKernelSetAttribute", record.kernel, device);
   ready.emplace(kernel, device.handle, record.smem_bytes);
   return kernel;
 }
@@ -234,11 +234,10 @@ void encode_maps(LaunchRecord& record) {
   for (const TensorMapTiled& map : record.maps) {
     CUtensorMap encoded;
     const int swizzle = map.swizzle_bytes == 64 ? kMapSwizzle64B : kMapSwizzle128B;
-    check(
-        api().TensorMapEncodeTiled(&encoded, kMapUint8, kRank, map.address, map.sizes,
-                                   map.strides_bytes, map.box, ones, kMapInterleaveNone, swizzle,
-                                   kMapPromoteL2_256B, kMapFillZero),
-        "cuTensorMapEncodeTiled", record.kernel + ", " + map.name);
+    check(api().TensorMapEncodeTiled(&encoded, kMapUint8, kRank, map.address, map.sizes,
+                                     map.strides_bytes, map.box, ones, kMapInterleaveNone, swizzle,
+                                     kMapPromoteL2_256B, kMapFillZero),
+          "cuTensorMapEncodeTiled", record.kernel + ", " + map.name);
     std::memcpy(record.params.data() + map.offset, encoded.bytes, sizeof(encoded.bytes));
   }
 }
@@ -252,11 +251,11 @@ void launch(LaunchRecord& record, const std::string& image, int device_index, vo
   CUlaunchAttribute cluster = {};
   cluster.id = kAttributeCluster;
   cluster.value.cluster = {record.cluster, 1, 1};
-  const CUlaunchConfig config = {{record.grid, 1, 1}, {record.block, 1, 1}, record.smem_bytes,
-                                 stream,              &cluster,             1};
+  const CUlaunchConfig config = {
+      {record.grid, 1, 1}, {record.block, 1, 1}, record.smem_bytes, stream, &cluster, 1};
   void* arguments[] = {record.params.data()};
   check_kernel(api().LaunchKernelEx(&config, kernel, arguments, nullptr), "cuLaunchKernelEx",
-             record.kernel, device);
+               record.kernel, device);
 }
 
 }  // namespace flash_attn_mx::ops::driver

@@ -15,8 +15,8 @@ inline void* current_stream(int device) {
   using Getter = int32_t(int32_t, void**);
   static Getter* const getter = [] {
     void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-    return reinterpret_cast<Getter*>(
-        library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr);
+    return reinterpret_cast<Getter*>(library ? dlsym(library, "aoti_torch_get_current_cuda_stream")
+                                             : nullptr);
   }();
   STD_TORCH_CHECK(getter, "flash_attn_mx: this torch has no CUDA");
   void* stream = nullptr;

@@ -1,0 +1,228 @@
+"""The CUDA-driver executor on a GPU that cannot run the sm_100 kernels: tensor maps, errors, and a stand-in kernel.
+
+Run on a Hopper GPU with the C++ operators built; not part of make test.
+"""
+
+import re
+import threading
+
+import pytest
+import torch
+from kernels import stand_in
+from kernels.test_host_record import SWEEP, draw, problem_of
+
+from flash_attn_mx import _native, layouts, sm100
+
+pytestmark = [
+    pytest.mark.gpu_sm90,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.skipif(bool(sm100.WHY_NO_HOST), reason=sm100.WHY_NO_HOST or "loaded"),
+]
+TILES = [(64, 64), (64, 48), (128, 128), (128, 72)]
+
+
+@pytest.fixture
+def image(tmp_path, request):
+    """Path of the stand-in for tiles of the test's tile_dim."""
+    tile_dim = (
+        request.node.callspec.params.get("tile_dim", 64)
+        if hasattr(request.node, "callspec")
+        else 64
+    )
+    path = tmp_path / f"stand_in_{tile_dim}.ptx"
+    path.write_text(stand_in.ptx(tile_dim))
+    return str(path)
+
+
+def instance_for(head_dim):
+    return sm100.Instance("attn_fwd", 64 if head_dim <= 64 else 128, torch.bfloat16)
+
+
+def assert_encoded(record):
+    """Every map was filled in, and begins with its address."""
+    for m in record["maps"]:
+        encoded = record["params"][m["offset"] : m["offset"] + 128]
+        assert int.from_bytes(encoded[:8], "little") == m["address"]
+        assert any(encoded[8:])
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0)], ids=str)
+@pytest.mark.parametrize(
+    "batch,seqlen_q,seqlen_k,heads,heads_k,head_dim", SWEEP + [(2, 70000, 70000, 2, 1, 128)]
+)
+def test_driver_accepts_dense_maps(batch, seqlen_q, seqlen_k, heads, heads_k, head_dim, window):
+    shapes = (batch, seqlen_q, heads, head_dim), (batch, seqlen_k, heads_k, head_dim)
+    problem = problem_of(*(x.cuda() for x in draw(*shapes)), window)
+    assert_encoded(sm100.record_of(problem, instance_for(head_dim), executor="encode"))
+
+
+@pytest.mark.parametrize("head_dim", [*range(1, 129, 9), 16, 32, 64, 96, 112])
+def test_driver_accepts_maps_of_every_head_dim(head_dim):
+    problem = problem_of(
+        *(x.cuda() for x in draw((1, 33, 3, head_dim), (1, 65, 1, head_dim))), (-1, 0)
+    )
+    assert_encoded(sm100.record_of(problem, instance_for(head_dim), executor="encode"))
+
+
+def test_driver_accepts_maps_of_packed_and_transposed_operands():
+    cu = torch.tensor([0, 5, 300, 300], dtype=torch.int32, device="cuda")
+    q, k, v = (x.cuda() for x in draw((310, 4, 64), (310, 2, 64)))
+    problem = problem_of(q, k, v, (-1, 0), cu_q=cu, cu_k=cu, max_q=295, max_k=295)
+    assert_encoded(sm100.record_of(problem, instance_for(64), executor="encode"))
+    dense = problem_of(*(x.unsqueeze(0) for x in (q, k, v)))
+    arguments = list(dense.arguments)
+    arguments[0] = arguments[0].transpose(1, 2).contiguous().transpose(1, 2)
+    record = sm100.record_of(
+        dense._replace(arguments=tuple(arguments)), instance_for(64), executor="encode"
+    )
+    assert record["maps"][0]["strides_bytes"][0] == 64  # tokens are neighbours
+    assert_encoded(record)
+
+
+# --- launching ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [k for k in _native.kernels() if k.name.startswith("attn_fwd_d")],
+    ids=lambda k: k.name,
+)
+def test_launch_reports_that_the_device_is_not_sm100(kernel):
+    """The error names the call, the kernel, both capabilities and CUDA's code; the device goes on working."""
+    capability = torch.cuda.get_device_capability()
+    if capability[0] == 10:
+        pytest.skip("the device runs the kernels")
+    instance = next(row for row in sm100.INSTANCES if row.name == kernel.name)
+    problem = problem_of(
+        *(x.cuda() for x in draw((1, 40, 1, 64), (1, 40, 1, 64))), out_dtype=instance.out_dtype
+    )
+    with pytest.raises(RuntimeError) as caught:
+        sm100.launch(problem, instance, image=str(kernel.fatbin))
+    found = re.search(
+        rf"flash_attn_mx: cu\w+ \({kernel.name}, built for capability 10.x, on a device of capability "
+        rf"{capability[0]}\.{capability[1]}\): CUDA_ERROR_\w+ = \d+, ",
+        str(caught.value),
+    )
+    assert found, caught.value
+    print(found[0])
+    assert torch.ones(3, device="cuda").sum().item() == 3
+
+
+def test_backend_refuses_the_device_first():
+    """Users meet NotImplementedError of the Python side, not the driver's."""
+    import flash_attn_mx as famx
+
+    if torch.cuda.get_device_capability()[0] == 10:
+        pytest.skip("the device runs the kernels")
+    x = torch.randn(1, 40, 1, 64, device="cuda")
+    with pytest.raises(NotImplementedError, match="backend 'sm100': cuda:0 has capability"):
+        famx.flash_attn_func(x, x, x, backend="sm100")
+    with pytest.raises(NotImplementedError, match="the emulator takes CPU tensors"):
+        famx.flash_attn_func(x, x, x, backend="emulator")
+
+
+def test_missing_or_broken_image(tmp_path):
+    problem = stand_in.problem(64, "cuda")
+    with pytest.raises(RuntimeError, match="cannot read the device code .*nowhere"):
+        sm100.launch(problem, stand_in.instance(64), image=str(tmp_path / "nowhere"))
+    (tmp_path / "broken").write_text("no code\n")
+    with pytest.raises(
+        RuntimeError, match=r"flash_attn_mx: cuLibrary\w+ \(stand_in.*CUDA_ERROR"
+    ):
+        sm100.launch(problem, stand_in.instance(64), image=str(tmp_path / "broken"))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("tile_dim,head_dim", TILES)
+def test_stand_in_kernel_finds_its_parameters(tile_dim, head_dim, packed, image):
+    """Grid, shared memory, scalars, pointers and the tensor map arrive, as in the emulator."""
+    problem = stand_in.problem(head_dim, "cuda", packed)
+    sm100.launch(problem, stand_in.instance(tile_dim), image)
+    stand_in.check(problem, tile_dim)
+
+
+def test_launch_follows_the_current_stream(image):
+    """Work queued on a side stream is waited for, and the default stream is not touched."""
+    problem = stand_in.problem(64, "cuda")
+    q = problem.arguments[0].view(torch.uint8)
+    want = q.clone()
+    q.zero_()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        q.copy_(want)
+        sm100.launch(problem, stand_in.instance(64), image)
+    stream.synchronize()
+    stand_in.check(problem, 64)
+
+
+def test_launch_in_a_graph(image):
+    """The first launch of a kernel, its loading included, may happen during capture; replays see new data."""
+    problem = stand_in.problem(64, "cuda")
+    q = problem.arguments[0].view(torch.uint8)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sm100.launch(problem, stand_in.instance(64), image)
+    for _ in range(2):
+        q.copy_(q.flip(1))
+        problem.out.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        stand_in.check(problem, 64)
+
+
+def test_nothing_waits_for_the_device(image):
+    """Preparation of packed operands and launch under torch's synchronisation alarm."""
+    x = torch.randn(200, 2, 64, device="cuda")
+    cu = torch.tensor([0, 200], dtype=torch.int32, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        problem = problem_of(x, x, x, (-1, 0), torch.float32, cu, cu, 200, 200)
+        sm100.launch(problem, stand_in.instance(64), image)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+
+
+def test_launch_from_a_new_thread(image):
+    """A thread that has not used CUDA has no current context."""
+    problem = stand_in.problem(64, "cuda")
+    errors = []
+
+    def run():
+        try:
+            sm100.launch(problem, stand_in.instance(64), image)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    stand_in.check(problem, 64)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_launch_on_the_device_of_the_tensors(image):
+    """Tensors on device 1 while device 0 is current; afterwards it still is."""
+    problem = stand_in.problem(64, "cuda:1")
+    sm100.launch(problem, stand_in.instance(64), image)
+    torch.cuda.synchronize(1)
+    stand_in.check(problem, 64)
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.parametrize("axis", ["rowwise", "colwise"])
+def test_packed_atoms_on_the_gpu_are_those_of_the_cpu(axis):
+    cu = torch.tensor([0, 0, 130, 131, 300], dtype=torch.int32)
+    rows = 310 if axis == "rowwise" else layouts.packed_scale_rows(310, 4)
+    scale = torch.randint(0, 255, (rows, 3, 2 if axis == "rowwise" else 64), dtype=torch.uint8)
+    scale = scale.view(torch.float8_e8m0fnu)
+    want, got = (
+        layouts.packed_atoms(scale.to(d), axis, cu.to(d), 310).cpu() for d in ("cpu", "cuda")
+    )
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))

@@ -1,0 +1,127 @@
+"""A kernel with the parameters of attn_fwd that also runs on Hopper: it shows what the host handed over.
+
+CTA i loads one box of q through the tensor map, head i from token FIRST_TOKEN of batch 0, and dumps the bytes that
+arrive in shared memory to out + i * box; it writes (scale_log2, CTAs, dynamic shared memory, threads) to lse[4 i].
+"""
+
+import ctypes
+
+import torch
+from kernels.attn_fwd import Params
+
+from flash_attn_mx import sm100
+
+NAME = "stand_in"
+FIRST_TOKEN = 100
+
+
+def ptx(tile_dim: int) -> str:
+    """PTX of the kernel for boxes of tile_dim x 128 bytes."""
+    box = 128 * tile_dim
+    field = {name: getattr(Params, name).offset for name in ("q", "out", "lse", "scale_log2")}
+    return f"""
+.version 8.0
+.target sm_90
+.address_size 64
+.extern .shared .align 16 .b8 smem[];
+.visible .entry {NAME}(.param .align 64 .b8 params[{ctypes.sizeof(Params)}])
+{{
+  .reg .pred %p<3>;
+  .reg .b32 %r<16>;
+  .reg .f32 %f<5>;
+  .reg .b64 %rd<9>;
+  mov.u32 %r1, %tid.x;
+  mov.u32 %r2, smem;
+  add.u32 %r2, %r2, 1023;
+  and.b32 %r2, %r2, -1024;                      // the box, on the boundary of its swizzle
+  add.u32 %r3, %r2, {box};                      // the barrier behind it
+  mov.u32 %r4, %ctaid.x;
+  setp.ne.u32 %p1, %r1, 0;
+  @%p1 bra initialised;
+  mbarrier.init.shared::cta.b64 [%r3], 1;
+  fence.proxy.async;
+initialised:
+  bar.sync 0;
+  @%p1 bra wait;
+  mov.b64 %rd1, params;
+  cvta.param.u64 %rd2, %rd1;
+  mov.u32 %r5, 0;
+  mov.u32 %r6, {FIRST_TOKEN};
+  mbarrier.arrive.expect_tx.shared::cta.b64 %rd3, [%r3], {box};
+  cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes
+      [%r2], [%rd2, {{%r5, %r6, %r4, %r5}}], [%r3];
+wait:
+  mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r3], 0;
+  @!%p2 bra wait;
+  ld.param.u64 %rd4, [params+{field["out"]}];
+  cvta.to.global.u64 %rd4, %rd4;
+  mul.wide.u32 %rd5, %r4, {box};
+  add.u64 %rd4, %rd4, %rd5;
+  shl.b32 %r7, %r1, 4;
+  mov.u32 %r8, %ntid.x;
+  shl.b32 %r9, %r8, 4;
+copy:
+  setp.ge.u32 %p2, %r7, {box};
+  @%p2 bra copied;
+  add.u32 %r10, %r2, %r7;
+  ld.shared.v4.b32 {{%r11, %r12, %r13, %r14}}, [%r10];
+  cvt.u64.u32 %rd6, %r7;
+  add.u64 %rd6, %rd4, %rd6;
+  st.global.v4.b32 [%rd6], {{%r11, %r12, %r13, %r14}};
+  add.u32 %r7, %r7, %r9;
+  bra copy;
+copied:
+  @%p1 bra done;
+  ld.param.u64 %rd7, [params+{field["lse"]}];
+  cvta.to.global.u64 %rd7, %rd7;
+  mul.wide.u32 %rd8, %r4, 16;
+  add.u64 %rd7, %rd7, %rd8;
+  ld.param.f32 %f1, [params+{field["scale_log2"]}];
+  mov.u32 %r10, %nctaid.x;
+  cvt.rn.f32.u32 %f2, %r10;
+  mov.u32 %r11, %dynamic_smem_size;
+  cvt.rn.f32.u32 %f3, %r11;
+  cvt.rn.f32.u32 %f4, %r8;
+  st.global.v4.f32 [%rd7], {{%f1, %f2, %f3, %f4}};
+done:
+  ret;
+}}
+"""
+
+
+def problem(head_dim: int, device="cpu", packed=False) -> sm100.Problem:
+    """Two heads of 200 tokens: two CTAs, and a box that ends behind the tensor."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (200, 2, head_dim) if packed else (1, 200, 2, head_dim)
+    x = torch.randn(shape, generator=generator).to(device)
+    cu = torch.tensor([0, 200], dtype=torch.int32, device=device) if packed else None
+    quantise = torch.ops.flash_attn_mx.quantize
+    row = quantise(x, "rowwise", "rceil", torch.float8_e4m3fn, None)
+    col = quantise(x, "colwise", "rceil", torch.float8_e4m3fn, cu)
+    return sm100.prepare(
+        *row, *row, *col, None, None, cu, cu, 200, 200, 0.25, -1, -1, torch.float32
+    )  # fmt: skip
+
+
+def instance(tile_dim: int) -> sm100.Instance:
+    return sm100.Instance(NAME, tile_dim, torch.float32)
+
+
+def check(p: sm100.Problem, tile_dim: int) -> None:
+    """out and lse hold what the kernel should have found."""
+    q = p.arguments[0].cpu().view(torch.uint8)
+    q = q if q.dim() == 4 else q.unsqueeze(0)
+    head_dim = q.shape[-1]
+    smem = sm100.record_of(p, instance(tile_dim))["smem_bytes"]
+    dump = p.out.cpu().flatten().view(torch.uint8)
+    for head in range(2):
+        box = torch.zeros(128, tile_dim, dtype=torch.uint8)
+        box[: 200 - FIRST_TOKEN, :head_dim] = q[0, FIRST_TOKEN:, head]
+        chunks = box.view(128, tile_dim // 16, 16)
+        row, chunk = torch.arange(128).view(-1, 1), torch.arange(tile_dim // 16)
+        # swizzle of 64 bytes: two rows share a chunk order, of 128 bytes: each row has its own of eight
+        order = chunk ^ (row >> 1 & 3 if tile_dim == 64 else row & 7)
+        swizzled = chunks[row, order].reshape(-1)
+        assert torch.equal(dump[head * box.numel() : (head + 1) * box.numel()], swizzled)
+        found = p.lse.cpu().flatten()[4 * head : 4 * head + 4]
+        assert torch.allclose(found, torch.tensor([0.25 * 1.442695041, 2.0, smem, 384.0]))
