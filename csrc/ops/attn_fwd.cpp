@@ -1,5 +1,6 @@
-// The forward kernel's host side: tensors -> checks -> AttnFwdParams -> launch record -> executor (docs/host.md).
-// Allocates nothing and copies nothing: flash_attn_mx/sm100.py brings tensors into the form that is checked here.
+// The forward kernel's host side: tensors -> checks -> AttnFwdParams -> launch record -> executor
+// (docs/host.md). Allocates nothing and copies nothing: flash_attn_mx/sm100.py brings tensors into
+// the form that is checked here.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -34,7 +35,8 @@ int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 bool aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % kAlignment == 0; }
 
-// A payload or an output seen as (batch, tokens, heads, channels); strides in elements. Packed: batch 1.
+// A payload or an output seen as (batch, tokens, heads, channels); strides in elements.
+// Packed: batch 1.
 struct View {
   const Tensor& tensor;
   int64_t batch, tokens, heads, channels;
@@ -53,6 +55,9 @@ struct View {
     FAMX_CHECK(channels == 1 || s[first + 2] == 1, name, "stride 1 along head_dim", s[first + 2]);
   }
 
+  bool same_sizes(const View& x) const {
+    return batch == x.batch && tokens == x.tokens && heads == x.heads && channels == x.channels;
+  }
   bool empty() const { return batch * tokens * heads * channels == 0; }
 };
 
@@ -115,15 +120,17 @@ const uint8_t* scale_atoms(const char* name, const Tensor& scale, int64_t heads,
   return static_cast<const uint8_t*>(scale.const_data_ptr());
 }
 
-const int32_t* offsets(const char* name, const std::optional<Tensor>& cu, int64_t batch) {
+const int32_t* offsets(const char* name, const std::optional<Tensor>& cu, int64_t batch,
+                       int device) {
   if (!cu) return nullptr;
+  FAMX_CHECK(cu->get_device_index() == device, name, "the device of q", "another");
   FAMX_CHECK(cu->scalar_type() == ScalarType::Int && cu->dim() == 1 && cu->is_contiguous(), name,
              "a contiguous 1-D int32 tensor", "another");
   FAMX_CHECK(cu->size(0) == batch + 1, name, "as many offsets as cu_seqlens_q", cu->size(0));
   return static_cast<const int32_t*>(cu->const_data_ptr());
 }
 
-// Everything about the tensors that the kernel relies on and the checks of the single ones do not say.
+// What the kernel relies on beyond the checks of the single tensors.
 Shape shape_of(const View& q, const View& k, const View& v, const View& out, const Tensor& lse,
                const std::optional<Tensor>& cu_q, int64_t max_q, int64_t max_k) {
   Shape s;
@@ -139,9 +146,7 @@ Shape shape_of(const View& q, const View& k, const View& v, const View& out, con
     FAMX_CHECK(x->batch == q.batch && x->tokens == k.tokens && x->heads == k.heads &&
                    x->channels == s.head_dim,
                "k, v", "shapes that match q and each other", "others");
-  FAMX_CHECK(out.batch == q.batch && out.tokens == q.tokens && out.heads == s.heads &&
-                 out.channels == s.head_dim,
-             "out", "the shape of q", "another");
+  FAMX_CHECK(out.same_sizes(q), "out", "the shape of q", "another");
   FAMX_CHECK(lse.scalar_type() == ScalarType::Float && lse.is_contiguous() &&
                  int64_t(lse.numel()) == q.batch * s.heads * s.tokens_q,
              "lse", "contiguous float32, one per query and head", "another");
@@ -184,10 +189,14 @@ void set_output(AttnFwdParams& p, const Shape& s, const View& out, Tensor lse) {
   p.lse_stride_batch = s.heads * s.tokens_q;
 }
 
-void set_token_factors(AttnFwdParams& p, const Tensor& scale, bool packed) {
-  const View view("v_tok_scale", scale, packed);
-  FAMX_CHECK(scale.element_size() == 1 && view.channels == 1, "v_tok_scale",
+void set_token_factors(AttnFwdParams& p, const Tensor& scale, const View& v, bool packed) {
+  View view("v_tok_scale", scale, packed);
+  FAMX_CHECK(view.channels == 1 && scale.element_size() == 1, "v_tok_scale",
              "one byte per token and head", "another shape or dtype");
+  FAMX_CHECK(scale.get_device_index() == v.tensor.get_device_index(), "v_tok_scale",
+             "the device of v", "another");
+  view.channels = v.channels;
+  FAMX_CHECK(view.same_sizes(v), "v_tok_scale", "the tokens and heads of v", "others");
   p.v_tok_scale = static_cast<const uint8_t*>(scale.const_data_ptr());
   p.v_tok_scale_stride_batch = view.batch_stride;
   p.v_tok_scale_stride_token = view.token_stride;
@@ -219,11 +228,13 @@ std::string execute(LaunchRecord& record, const std::string& executor, const std
   return "";
 }
 
-// q, k, v (B,S,H,D) or packed (T,H,D) e4m3, strides and address as TMA wants them; q_scale, k_scale, v_scale atoms as
-// params.h lays them out; v_tok and its plain scale where a mask cuts tiles -> out and lse, written by the kernel.
-// tile_dim: head_dim of the instance `kernel`.  ctas: the most to launch; 0: one per multiprocessor of q's device.
-// executor: "driver" launches the code in the file `image` and returns "". "record" returns the launch record as JSON and
-// touches no device; "encode" likewise, with the maps encoded by the CUDA driver.
+// q, k, v (B,S,H,D) or packed (T,H,D) e4m3, strides and address as TMA wants; q_scale, k_scale,
+// v_scale atoms as params.h lays them out; v_tok and its plain scale where a mask cuts tiles
+// -> out and lse, written by the kernel.
+// tile_dim: head_dim of the instance `kernel`.   ctas: the most to launch; 0: one per
+// multiprocessor of q's device.   executor: "driver" launches the code in the file `image` and
+// returns "". "record" returns the launch record as JSON and touches no device; "encode" likewise,
+// with the maps encoded by the CUDA driver.
 std::string attn_fwd(const Tensor& q_tensor, const Tensor& q_scale, const Tensor& k_tensor,
                      const Tensor& k_scale, const Tensor& v_tensor, const Tensor& v_scale,
                      std::optional<Tensor> v_tok, std::optional<Tensor> v_tok_scale,
@@ -240,6 +251,9 @@ std::string attn_fwd(const Tensor& q_tensor, const Tensor& q_scale, const Tensor
   FAMX_CHECK(fwd::smem_bytes(int(tile_dim)) && shape.head_dim <= tile_dim, "tile_dim",
              "64 or 128, at least head_dim", tile_dim);
   FAMX_CHECK(cu_seqlens_k.has_value() == packed, "cu_seqlens_k", "given as cu_seqlens_q", "not");
+  FAMX_CHECK(!v_tok || (View("v_tok", *v_tok, packed).same_sizes(v) &&
+                        v_tok->get_device_index() == device),
+             "v_tok", "the shape and device of v", "another");
   FAMX_CHECK((window_left < 0 && window_right < 0) || (v_tok && v_tok_scale), "v_tok",
              "given where a window cuts tiles", "None");
 
@@ -249,9 +263,9 @@ std::string attn_fwd(const Tensor& q_tensor, const Tensor& q_scale, const Tensor
   p.q_scale = scale_atoms("q_scale", q_scale, outer * shape.heads, q_atoms, device);
   p.k_scale = scale_atoms("k_scale", k_scale, outer * shape.heads_k, k_atoms, device);
   p.v_scale = scale_atoms("v_scale", v_scale, outer * shape.heads_k, k_atoms, device);
-  if (v_tok_scale) set_token_factors(p, *v_tok_scale, packed);
-  p.cu_seqlens_q = offsets("cu_seqlens_q", cu_seqlens_q, shape.batch);
-  p.cu_seqlens_k = offsets("cu_seqlens_k", cu_seqlens_k, shape.batch);
+  if (v_tok_scale) set_token_factors(p, *v_tok_scale, v, packed);
+  p.cu_seqlens_q = offsets("cu_seqlens_q", cu_seqlens_q, shape.batch, device);
+  p.cu_seqlens_k = offsets("cu_seqlens_k", cu_seqlens_k, shape.batch, device);
   set_scalars(p, shape, softmax_scale, window_left, window_right);
   set_output(p, shape, out, lse);
 

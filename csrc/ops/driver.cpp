@@ -148,7 +148,7 @@ const Device& device_at(int index) {
                                 : devices.emplace(index, open_device(index)).first->second;
 }
 
-// The device's primary context is current in this scope: a thread that has not used CUDA yet has none.
+// The primary context is current in this scope: a thread that has not used CUDA yet has none.
 class CurrentContext {
  public:
   explicit CurrentContext(const Device& device) {
@@ -162,7 +162,7 @@ class CurrentContext {
   CurrentContext& operator=(const CurrentContext&) = delete;
 };
 
-// Loading code is forbidden while a stream of this thread is captured, unless the capture mode is relaxed.
+// Loading code is forbidden while a stream of this thread is captured, unless the mode is relaxed.
 class RelaxedCapture {
  public:
   RelaxedCapture() { exchange(); }

@@ -1,5 +1,6 @@
-// The executor for GPUs: runs launch records through the CUDA driver, which is found at run time (libcuda.so.1),
-// so that this library builds and loads where there is none. Every failure is a RuntimeError that names the call.
+// The executor for GPUs: runs launch records through the CUDA driver, which is found at run time
+// (libcuda.so.1), so that this library builds and loads where there is none. Every failure is a
+// RuntimeError that names the call.
 #pragma once
 
 #include <string>
@@ -14,8 +15,8 @@ int multiprocessors(int device);
 // Fills in the record's tensor maps.
 void encode_maps(LaunchRecord& record);
 
-// Launches on a stream (a CUstream) of the device, from the fat binary at `image`, which is read once per process.
-// Never waits for the device; may be captured into a graph.
+// Launches on a stream (a CUstream) of the device, from the fat binary at `image`, which is read
+// once per process. Never waits for the device; may be captured into a graph.
 void launch(LaunchRecord& record, const std::string& image, int device, void* stream);
 
 }  // namespace flash_attn_mx::ops::driver

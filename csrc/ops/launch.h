@@ -1,4 +1,4 @@
-// The launch record: everything that running a kernel once takes, whoever runs it. No torch, no CUDA.
+// The launch record: all that running a kernel once takes, whoever runs it. No torch, no CUDA.
 #pragma once
 
 #include <cstddef>

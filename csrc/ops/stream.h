@@ -9,8 +9,9 @@
 
 namespace flash_attn_mx::ops {
 
-// torch's current CUstream of a device. The function that gives it lies in libtorch_cuda, to which this library cannot
-// link; the same one exists in every torch since 2.9 (libtorch_cpu has another way, but only since 2.13).
+// torch's current CUstream of a device. The function that gives it lies in libtorch_cuda, to which
+// this library cannot link; it is in every torch since 2.9 (libtorch_cpu has another way, but only
+// since 2.13).
 inline void* current_stream(int device) {
   using Getter = int32_t(int32_t, void**);
   static Getter* const getter = [] {

@@ -1,21 +1,19 @@
-"""Runs the sm_100 forward kernel's PTX in the emulator on quantised operands, as the host path will.
+"""Runs the sm_100 forward kernel's PTX in the emulator on quantised operands, through the host path of the package.
 
-Params mirrors AttnFwdParams of csrc/params.h field by field; the tests check its size against the kernel's.
+Params mirrors AttnFwdParams of csrc/params.h field by field, to look into launch records.
 """
 
 import ctypes
-import math
 from pathlib import Path
 from typing import NamedTuple, Optional
 
 import torch
 
-from flash_attn_mx import emulator, portable
+from flash_attn_mx import portable, sm100
 from flash_attn_mx.layouts import operand_matrix, to_swizzled128x4
 from flash_attn_mx.quantize import quantize_mxfp8
 
 TILE = 128
-THREADS = 384
 OUT_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -28,7 +26,10 @@ class Params(ctypes.Structure):
         *((f"out_stride_{d}", ctypes.c_int64) for d in ("batch", "token", "head")),
         *((f"lse_stride_{d}", ctypes.c_int64) for d in ("batch", "head")),
         *((name, ctypes.c_int32) for name in ("batch", "heads", "heads_per_kv", "head_dim")),
-        *((name, ctypes.c_int32) for name in ("seqlen_q", "seqlen_k", "q_scale_tiles", "k_scale_tiles")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("seqlen_q", "seqlen_k", "q_scale_tiles", "k_scale_tiles")
+        ),
         *((name, ctypes.c_int32) for name in ("window_left", "window_right", "q_blocks")),
         ("scale_log2", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("negate", "out_aligned")),
@@ -53,37 +54,22 @@ def quantise(q, k, v, cu_q=None, cu_k=None):
         return mx.data, mx.scale
 
     return Operands(
-        pair(q, "rowwise"), pair(k, "rowwise"), pair(v, "colwise", cu_k), pair(v, "tokenwise"), cu_q, cu_k
+        pair(q, "rowwise"),
+        pair(k, "rowwise"),
+        pair(v, "colwise", cu_k),
+        pair(v, "tokenwise"),
+        cu_q,
+        cu_k,
     )
 
 
-def _padded(x):
-    """Payload bytes with head_dim padded to 16, which tensor maps need of strides."""
-    d = x.shape[-1]
-    return torch.nn.functional.pad(x.contiguous().view(torch.uint8), (0, -d % 16)).contiguous()
-
-
-def _map(payload, head_dim, box_dim):
-    """Payload (B, S, H, padded D) -> tensor map with dimensions (D, S, H, B)."""
-    b, s, h, _ = payload.shape
-    st = payload.stride()
-    sizes = (head_dim, max(s, 1), h, b)
-    strides = tuple(max(16, n) for n in (st[1], st[2], st[0]))
-    return emulator.TensorMap.tiled(
-        payload, (box_dim, TILE, 1, 1), dims=sizes, strides=strides, dtype="uint8", swizzle=f"{box_dim}B"
-    )
-
-
-def _atoms(scale, axis, cu, padding):
-    """Plain scales -> swizzled atoms (heads, tiles, 512) per batch, or packed by sequence; and tiles per head."""
+def _atoms(scale, axis, cu, total, padding):
+    """Plain scales -> swizzled atoms of params.h, with this byte wherever no element has one."""
     if cu is None:
-        swizzled = to_swizzled128x4(operand_matrix(scale, axis), padding).view(torch.uint8)
-        tokens = swizzled.shape[-1] // 512
-        return swizzled.reshape(-1, 512).contiguous(), tokens
+        return to_swizzled128x4(operand_matrix(scale, axis), padding)
     cu = cu.tolist()
     heads = scale.shape[1]
-    total, nseq = cu[-1], len(cu) - 1
-    tiles = total // TILE + nseq
+    tiles = total // TILE + len(cu) - 1
     out = torch.full((heads, tiles, 512), padding, dtype=torch.uint8)
     for b, (start, stop) in enumerate(zip(cu, cu[1:], strict=False)):
         if start == stop:
@@ -93,10 +79,14 @@ def _atoms(scale, axis, cu, padding):
         else:
             first = start // 32 + b
             rows = scale[first : first + -(-(stop - start) // 32)]
-        s = to_swizzled128x4(operand_matrix(rows, axis), padding).view(torch.uint8).view(heads, -1, 512)
+        s = (
+            to_swizzled128x4(operand_matrix(rows, axis), padding)
+            .view(torch.uint8)
+            .view(heads, -1, 512)
+        )
         first = start // TILE + b
         out[:, first : first + s.shape[1]] = s
-    return out.view(-1, 512).contiguous(), tiles
+    return out.view(heads, -1).view(torch.float8_e8m0fnu)
 
 
 def run(
@@ -104,59 +94,25 @@ def run(
     scale_padding=0xFF, max_q=None, max_k=None, **options,
 ):  # fmt: skip
     """Returns out, lse, emulator report."""
-    packed = ops.cu_q is not None
-    dim4 = (lambda x: x.unsqueeze(0)) if packed else (lambda x: x)
-    payloads = [_padded(dim4(x[0])) for x in (ops.q, ops.k, ops.v, ops.v_tok)]
-    batch, seqlen_q, heads, head_dim = dim4(ops.q[0]).shape
-    seqlen_k, heads_k = dim4(ops.k[0]).shape[1:3]
-    box = 64 if head_dim <= 64 else 128
-    maps = [_map(x, head_dim, box) for x in payloads]
-    (q_scale, q_tiles), (k_scale, k_tiles), (v_scale, v_tiles) = (
-        _atoms(x[1], axis, cu, scale_padding)
-        for x, axis, cu in ((ops.q, "rowwise", ops.cu_q), (ops.k, "rowwise", ops.cu_k), (ops.v, "colwise", ops.cu_k))
-    )
-    assert k_tiles == v_tiles
-    v_tok_scale = dim4(ops.v_tok[1]).view(torch.uint8).contiguous()
-    out = torch.full((batch, seqlen_q, heads, head_dim), 77.0, dtype=out_dtype)
-    lse = torch.full((batch, heads, seqlen_q), 77.0)
+    head_dim = ops.q[0].shape[-1]
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    longest_q = seqlen_q if max_q is None else max_q
-    p = Params(
-        q_scale=q_scale.data_ptr(), k_scale=k_scale.data_ptr(), v_scale=v_scale.data_ptr(),
-        v_tok_scale=v_tok_scale.data_ptr(), out=out.data_ptr(), lse=lse.data_ptr(),
-        v_tok_scale_stride_batch=v_tok_scale.stride(0), v_tok_scale_stride_token=v_tok_scale.stride(1),
-        v_tok_scale_stride_head=v_tok_scale.stride(2),
-        out_stride_batch=out.stride(0), out_stride_token=out.stride(1), out_stride_head=out.stride(2),
-        lse_stride_batch=lse.stride(0), lse_stride_head=lse.stride(1),
-        batch=len(ops.cu_q) - 1 if packed else batch, heads=heads, heads_per_kv=heads // heads_k, head_dim=head_dim,
-        seqlen_q=longest_q, seqlen_k=seqlen_k if max_k is None else max_k,
-        q_scale_tiles=q_tiles, k_scale_tiles=k_tiles, window_left=window[0], window_right=window[1],
-        q_blocks=-(-longest_q // (2 * TILE)),
-        scale_log2=max(abs(scale) * math.log2(math.e), 2.0**-126), negate=scale < 0,
-        out_aligned=head_dim * out.element_size() % 16 == 0,
+    atoms = [
+        _atoms(x[1], axis, cu, x[0].shape[0], scale_padding)
+        for x, axis, cu in (
+            (ops.q, "rowwise", ops.cu_q),
+            (ops.k, "rowwise", ops.cu_k),
+            (ops.v, "colwise", ops.cu_k),
+        )  # fmt: skip
+    ]
+    tokens = 0 if ops.cu_q is not None else 1
+    problem = sm100.prepare(
+        ops.q[0], atoms[0], ops.k[0], atoms[1], ops.v[0], atoms[2], *ops.v_tok, ops.cu_q, ops.cu_k,
+        ops.q[0].shape[tokens] if max_q is None else max_q, ops.k[0].shape[tokens] if max_k is None else max_k,
+        scale, *window, out_dtype,
     )  # fmt: skip
-    for name, m in zip(("q", "k", "v", "v_tok"), maps, strict=True):
-        setattr(p, name, (ctypes.c_uint8 * 128).from_buffer_copy(m.encoded))
-    buffers = [*payloads, q_scale, k_scale, v_scale, v_tok_scale, out, lse]
-    if packed:
-        p.cu_seqlens_q, p.cu_seqlens_k = ops.cu_q.data_ptr(), ops.cu_k.data_ptr()
-        buffers += [ops.cu_q, ops.cu_k]
-    kernel = emulator.Module.from_ptx(ptx).kernels[f"attn_fwd_d{box}_{OUT_NAMES[out_dtype]}"]
-    assert kernel.param_bytes == ctypes.sizeof(Params), (kernel.param_bytes, ctypes.sizeof(Params))
-    report = kernel.launch(
-        grid=grid, block=THREADS, args=bytes(p), smem_bytes=_smem_bytes(box), buffers=buffers, **options
-    )
-    if packed:
-        out, lse = out[0], lse[0]
-    return out, lse, report
-
-
-def _smem_bytes(box):
-    """Config::kSmemBytes of attn_fwd/config.cuh."""
-    q_stages, kv_stages = 2, 9 if box == 128 else 16
-    tiles = (2 * q_stages + kv_stages) * (TILE * box + 512)
-    barriers = 8 * (2 * q_stages + 2 * kv_stages + 8)
-    return tiles + 2 * 512 + 512 + 2 * TILE * 4 + barriers + 16 + 1024
+    instance = sm100.find_instance(head_dim, out_dtype)
+    report = sm100.emulate(problem, instance, ctas=grid, ptx=ptx, **options)
+    return problem.out, problem.lse, report
 
 
 def expected(ops: Operands, *, softmax_scale=None, window=(-1, -1), out_dtype=torch.float32):
@@ -172,11 +128,19 @@ def expected(ops: Operands, *, softmax_scale=None, window=(-1, -1), out_dtype=to
         blocks = slice(first, first + -(-(tk.stop - tk.start) // 32))
 
         def one(pair, tokens, scales=None):
-            return pair[0][tokens].unsqueeze(0), pair[1][tokens if scales is None else scales].unsqueeze(0)
+            return pair[0][tokens].unsqueeze(0), pair[1][
+                tokens if scales is None else scales
+            ].unsqueeze(0)
 
-        o, l = portable.forward(
-            one(ops.q, tq), one(ops.k, tk), one(ops.v, tk, blocks), one(ops.v_tok, tk), scale, window, out_dtype
+        o, lse = portable.forward(
+            one(ops.q, tq),
+            one(ops.k, tk),
+            one(ops.v, tk, blocks),
+            one(ops.v_tok, tk),
+            scale,
+            window,
+            out_dtype,
         )
         outs.append(o[0])
-        lses.append(l[0])
+        lses.append(lse[0])
     return torch.cat(outs), torch.cat(lses, -1)

@@ -1,5 +1,5 @@
-// What the host must know of attn_fwd besides AttnFwdParams. Plain C++: config.cuh, which decides these numbers,
-// refuses to compile where they differ.
+// What the host must know of attn_fwd besides AttnFwdParams. Plain C++: config.cuh, which decides
+// these numbers, refuses to compile where they differ.
 #pragma once
 
 #include <cstdint>
