@@ -5,6 +5,19 @@
 
 namespace flash_attn_mx::emu {
 
+namespace {
+constexpr uint64_t kReleased = 2;  // in Group::want: the phase that this suspended wait asked for has ended
+
+// The end of a phase wakes every wait that is suspended on it, even if the next phase ends before that warp runs again.
+void wake_waiters(Cluster& cl, const Ref& ref) {
+  const uint64_t key = (uint64_t)ref.cta->rank << 24 | ref.off;
+  for (auto& w : ref.cta->warps)
+    for (auto& g : w->groups)
+      if (g.why == Why::Mbarrier && g.key == key) g.want |= kReleased, g.poll = nullptr;
+  ++cl.events;
+}
+}  // namespace
+
 uint64_t mbar_apply(Cluster& cl, const Ref& ref, const MbarChange& c) {
   Mbar b = Mbar::load(ref.p);
   auto at = [&] { return "mbarrier at " + hex(ref.off) + " of CTA " + std::to_string(ref.cta->rank); };
@@ -20,6 +33,7 @@ uint64_t mbar_apply(Cluster& cl, const Ref& ref, const MbarChange& c) {
   if (b.pending == 0 && b.tx == 0) {
     b.phase = !b.phase;
     b.pending = b.expected;
+    wake_waiters(cl, ref);
   }
   b.store(ref.p);
   ++cl.events;
@@ -100,7 +114,8 @@ void do_wait(Exec& x, const Instr& in, uint32_t mask) {
     if (!b.valid) throw Fault("mbarrier", "wait on the mbarrier at " + hex(q.off) + ", which is not initialised", l);
     uint64_t v = src_lane(x, in.op[2], l);
     bool old_phase = in.aux[0] ? (v & 1) : (v >> 63);
-    if (b.phase != old_phase) done |= 1u << l;
+    const bool released = (x.g->want & kReleased) && x.g->key == ((uint64_t)q.cta->rank << 24 | q.off);
+    if (b.phase != old_phase || released) done |= 1u << l;
     else r = q, blocked = &r, want = old_phase;
   }
   if (blocked && !x.g->timed_out && !(x.m->opt.order == Order::Random && x.cl->random() % 4 == 0)) {
@@ -109,6 +124,7 @@ void do_wait(Exec& x, const Instr& in, uint32_t mask) {
   }
   if (done) x.w->sync_time = x.cl->time;
   x.g->timed_out = false;
+  x.g->want = 0;
   ++x.cl->stat_waits;
   put_pred(x, in.op[0], done, mask);
 }
