@@ -14,7 +14,9 @@ HEADER = ".version 9.0\n.target sm_100a\n.address_size 64\n"
 def extension():
     """Builds csrc/emulator when the package came without it."""
     if importlib.util.find_spec("flash_attn_mx._emulator") is None:
-        spec = importlib.util.spec_from_file_location("emulator_build", ROOT / "csrc" / "emulator" / "build.py")
+        spec = importlib.util.spec_from_file_location(
+            "emulator_build", ROOT / "csrc" / "emulator" / "build.py"
+        )
         build = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(build)
         build.build()
@@ -39,10 +41,14 @@ def lanes(body, ins=(), outs=(np.uint32,), decls="", **launch):
     regs += ".reg .b32 %lane;\n.reg .b64 %at;\n"
     text = ["mov.u32 %lane, %laneid;"]
     for i, x in enumerate(ins):
-        text.append(f"mad.wide.u32 %at, %lane, {x.itemsize}, %p{i};\nld.global.b{8 * x.itemsize} %a{i}, [%at];")
+        text.append(
+            f"mad.wide.u32 %at, %lane, {x.itemsize}, %p{i};\nld.global.b{8 * x.itemsize} %a{i}, [%at];"
+        )
     text.append(body)
     for i, x in enumerate(outs):
-        text.append(f"mad.wide.u32 %at, %lane, {x.itemsize}, %p{n + i};\nst.global.b{8 * x.itemsize} [%at], %o{i};")
+        text.append(
+            f"mad.wide.u32 %at, %lane, {x.itemsize}, %p{n + i};\nst.global.b{8 * x.itemsize} [%at], %o{i};"
+        )
     m = emulator.Module.from_ptx(kernel("\n".join(text), n + len(outs), regs + decls))
     m.kernels["k"].launch(1, 32, [*ins, *outs], **launch)
     return outs
