@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import lanes
+from emulator.harness import lanes
 
 U = np.uint32
 M = 0xFFFFFFFF

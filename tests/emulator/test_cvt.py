@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import lanes
+from emulator.harness import lanes
 
 F = np.float32
 

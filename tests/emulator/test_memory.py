@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import kernel, lanes, launch
+from emulator.harness import kernel, lanes, launch
 
 from flash_attn_mx import emulator
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import HEADER, kernel, launch
+from emulator.harness import HEADER, kernel, launch
 
 from flash_attn_mx import emulator
 
