@@ -1,0 +1,765 @@
+// PTX text -> RawModule. Scopes matter: inline asm opens `{ ... }` blocks that redeclare registers
+// and labels.
+#include <cctype>
+#include <cstdlib>
+#include <cstring>
+
+#include "ptx.h"
+
+namespace flash_attn_mx::emu {
+namespace {
+
+constexpr int kMaxDepth = 64;             // nesting of scopes and operands
+constexpr uint64_t kMaxBytes = 1u << 30;  // one variable
+constexpr int kMaxRegs = 1 << 22;
+
+bool ident_start(char c) {
+  return std::isalpha((unsigned char)c) || c == '_' || c == '$' || c == '%';
+}
+bool ident_char(char c) { return std::isalnum((unsigned char)c) || c == '_' || c == '$'; }
+
+struct TypeInfo {
+  uint32_t bytes;
+  bool pred;
+};
+
+bool type_info(const std::string& t, TypeInfo* out) {
+  static const std::unordered_map<std::string, uint32_t> kTypes = {
+      {"b8", 1},     {"u8", 1},  {"s8", 1},  {"b16", 2}, {"u16", 2},  {"s16", 2}, {"f16", 2},
+      {"bf16", 2},   {"b32", 4}, {"u32", 4}, {"s32", 4}, {"f32", 4},  {"b64", 8}, {"f16x2", 4},
+      {"bf16x2", 4}, {"u64", 8}, {"s64", 8}, {"f64", 8}, {"b128", 16}};
+  if (t == "pred") return *out = {0, true}, true;
+  auto it = kTypes.find(t);
+  if (it == kTypes.end()) return false;
+  *out = {it->second, false};
+  return true;
+}
+
+class Parser {
+ public:
+  explicit Parser(const std::string& text) : s_(text.data()), e_(text.data() + text.size()) {}
+  std::unique_ptr<RawModule> run();
+
+ private:
+  struct Scope {
+    std::unordered_map<std::string, int> regs;
+    std::unordered_map<std::string, Symbol*> syms;
+    std::vector<std::pair<std::string, int>>
+        ranges;  // .reg .b32 %r<100>: prefix, first index (count in range_count)
+    std::vector<int> range_count;
+    int id = 0;
+  };
+
+  [[noreturn]] void fail(const std::string& what) { throw ParseError(line_, what); }
+  char peek(int k = 0) const { return s_ + k < e_ ? s_[k] : '\0'; }
+  void skip();
+  bool eat(char c) {
+    skip();
+    if (peek() != c) return false;
+    ++s_;
+    return true;
+  }
+  void expect(char c) {
+    if (!eat(c)) fail(std::string("expected '") + c + "', got " + shown());
+  }
+  std::string shown() {
+    if (s_ >= e_) return "end of file";
+    std::string t;
+    for (int i = 0; i < 24 && s_ + i < e_ && s_[i] != '\n'; ++i)
+      t += std::isprint((unsigned char)s_[i]) ? s_[i] : '?';
+    return "'" + t + "'";
+  }
+  std::string ident();
+  std::string dotted();  // after '.': name with '::' parts
+  int64_t integer();
+  uint64_t scan_digits(int base);
+  RawOp number(bool neg);
+  RawOp operand(int depth);
+  RawOp name_operand();
+  RawOp mem(int depth);
+  void statement();
+  void directive();
+  void module_directive(const std::string& d);
+  void body_directive(const std::string& d);
+  void entry(bool is_entry);
+  void param_list(RawKernel* k);
+  void variable(Space space, bool is_extern);
+  void initialiser(Symbol* sym, uint32_t elem, const std::string& type);
+  void reg_decl();
+  void instruction();
+  void call(RawInsn* in);
+  void dims(int* out);
+  void skip_to(char c) {
+    while (s_ < e_ && *s_ != c) {
+      if (*s_ == '\n') ++line_;
+      ++s_;
+    }
+  }
+  int new_reg(const std::string& name, uint8_t width);
+  void push_scope();
+  void pop_scope();
+
+  const char *s_, *e_;
+  int line_ = 1;
+  std::unique_ptr<RawModule> m_;
+  RawKernel* k_ = nullptr;  // function being parsed
+  std::vector<Scope> scopes_;
+  std::unordered_map<std::string, Symbol*> globals_;
+  std::string linkage_;
+};
+
+void Parser::skip() {
+  for (;;) {
+    while (s_ < e_ && std::isspace((unsigned char)*s_)) {
+      if (*s_ == '\n') ++line_;
+      ++s_;
+    }
+    if (peek() == '/' && peek(1) == '/') {
+      while (s_ < e_ && *s_ != '\n') ++s_;
+    } else if (peek() == '/' && peek(1) == '*') {
+      s_ += 2;
+      while (s_ < e_ && !(peek() == '*' && peek(1) == '/')) {
+        if (*s_ == '\n') ++line_;
+        ++s_;
+      }
+      if (s_ >= e_) fail("unterminated comment");
+      s_ += 2;
+    } else {
+      return;
+    }
+  }
+}
+
+std::string Parser::ident() {
+  skip();
+  if (!ident_start(peek())) fail("expected a name, got " + shown());
+  const char* b = s_++;
+  while (s_ < e_ && ident_char(*s_)) ++s_;
+  return {b, s_};
+}
+
+std::string Parser::dotted() {
+  skip();
+  const char* b = s_;
+  while (s_ < e_ && (ident_char(*s_) || (*s_ == ':' && peek(1) == ':'))) s_ += *s_ == ':' ? 2 : 1;
+  if (b == s_) fail("expected a directive or modifier, got " + shown());
+  return {b, s_};
+}
+
+uint64_t Parser::scan_digits(int base) {
+  uint64_t v = 0;
+  const char* b = s_;
+  for (; s_ < e_; ++s_) {
+    int d = std::isdigit((unsigned char)*s_)   ? *s_ - '0'
+            : std::isalpha((unsigned char)*s_) ? std::tolower(*s_) - 'a' + 10
+                                               : 99;
+    if (d >= base) break;
+    v = v * base + d;
+  }
+  if (b == s_) fail("malformed number");
+  return v;
+}
+
+RawOp Parser::number(bool neg) {
+  RawOp o;
+  o.kind = RawOp::Int;
+  if (peek() == '0' && (peek(1) == 'x' || peek(1) == 'X')) {
+    s_ += 2;
+    o.imm = scan_digits(16);
+  } else if (peek() == '0' && (peek(1) == 'b' || peek(1) == 'B')) {
+    s_ += 2;
+    o.imm = scan_digits(2);
+  } else if (peek() == '0' && std::strchr("fFdD", peek(1)) && peek(1)) {
+    bool d = std::tolower(peek(1)) == 'd';
+    s_ += 2;
+    const char* b = s_;
+    o.imm = scan_digits(16);
+    if (s_ - b != (d ? 16 : 8)) fail("malformed float constant");
+    o.kind = d ? RawOp::F64 : RawOp::F32;
+    if (neg) o.imm ^= d ? (1ll << 63) : (1ll << 31);
+    return o;
+  } else {
+    const char* b = s_;
+    o.imm = scan_digits(10);
+    if (peek() == '.' || peek() == 'e' || peek() == 'E') {
+      while (s_ < e_ && (std::isalnum((unsigned char)*s_) || *s_ == '.' ||
+                         ((*s_ == '-' || *s_ == '+') && std::tolower(s_[-1]) == 'e')))
+        ++s_;
+      std::string t(b, s_);
+      char* end;
+      o.kind = RawOp::Decimal;
+      o.dec = std::strtod(t.c_str(), &end);
+      if (*end) fail("malformed number '" + t + "'");
+      if (neg) o.dec = -o.dec;
+      return o;
+    }
+    if (s_ - b > 1 && *b == '0') {  // C octal
+      const char* save = s_;
+      s_ = b + 1;
+      o.imm = scan_digits(8);
+      if (s_ != save) fail("malformed octal number");
+    }
+  }
+  if (peek() == 'U' || peek() == 'u') ++s_;
+  if (neg) o.imm = (int64_t)(0 - (uint64_t)o.imm);
+  return o;
+}
+
+int64_t Parser::integer() {
+  skip();
+  bool neg = eat('-');
+  skip();
+  if (!std::isdigit((unsigned char)peek())) fail("expected a number, got " + shown());
+  RawOp o = number(neg);
+  if (o.kind != RawOp::Int) fail("expected an integer");
+  return o.imm;
+}
+
+RawOp Parser::name_operand() {
+  RawOp o;
+  std::string n = ident();
+  if (n == "_") return o;
+  for (size_t i = scopes_.size(); i-- > 0;) {
+    auto& sc = scopes_[i];
+    auto it = sc.regs.find(n);
+    if (it != sc.regs.end()) {
+      o.kind = RawOp::Register;
+      o.reg = it->second;
+      return o;
+    }
+    auto sy = sc.syms.find(n);
+    if (sy != sc.syms.end()) return o.kind = RawOp::Sym, o.sym = sy->second, o;
+    for (size_t r = 0; r < sc.ranges.size(); ++r) {
+      const std::string& p = sc.ranges[r].first;
+      if (n.size() > p.size() && n.size() <= p.size() + 8 && n.compare(0, p.size(), p) == 0) {
+        bool digits = true;
+        for (size_t c = p.size(); c < n.size(); ++c)
+          digits &= std::isdigit((unsigned char)n[c]) != 0;
+        if (!digits) continue;
+        int idx = std::atoi(n.c_str() + p.size());
+        if (idx >= sc.range_count[r]) continue;
+        o.kind = RawOp::Register;
+        o.reg = sc.ranges[r].second + idx;
+        return o;
+      }
+    }
+  }
+  auto g = globals_.find(n);
+  if (g != globals_.end()) return o.kind = RawOp::Sym, o.sym = g->second, o;
+  if (n[0] == '%') {
+    if (peek() == '.') {
+      ++s_;
+      n += "." + ident();
+    }
+    o.kind = RawOp::Special;
+    o.text = n;
+    return o;
+  }
+  o.kind = RawOp::Label;
+  o.text = n;
+  return o;
+}
+
+RawOp Parser::mem(int depth) {
+  RawOp o;
+  o.kind = RawOp::Mem;
+  RawOp base = operand(depth + 1);
+  if (base.kind == RawOp::Int) {
+    o.imm = base.imm;
+  }
+  skip();
+  while (peek() == '+' || peek() == '-') {
+    bool neg = *s_++ == '-';
+    int64_t v = integer();
+    o.imm += neg ? -v : v;
+    skip();
+  }
+  o.sub.push_back(base);
+  while (eat(',')) o.sub.push_back(operand(depth + 1));
+  expect(']');
+  return o;
+}
+
+RawOp Parser::operand(int depth) {
+  if (depth > 4) fail("operand nesting too deep");
+  skip();
+  char c = peek();
+  if (c == '[') {
+    ++s_;
+    return mem(depth);
+  }
+  RawOp o;
+  if (c == '{') {
+    ++s_;
+    o.kind = RawOp::Vec;
+    skip();
+    while (peek() != '}') {
+      o.sub.push_back(operand(depth + 1));
+      if (!eat(',')) break;
+      skip();
+      if (o.sub.size() > 256) fail("vector operand too long");
+    }
+    expect('}');
+  } else if (c == '!') {
+    ++s_;
+    o = operand(depth + 1);
+    o.neg = !o.neg;
+    return o;
+  } else if (c == '-' || std::isdigit((unsigned char)c)) {
+    bool neg = eat('-');
+    skip();
+    if (!std::isdigit((unsigned char)peek())) fail("expected a number, got " + shown());
+    o = number(neg);
+  } else {
+    o = name_operand();
+    skip();
+    if (peek() == '+' && o.kind == RawOp::Sym && depth == 0) {
+      ++s_;
+      o.imm += integer();
+    }
+  }
+  skip();
+  if (peek() == '|' && depth == 0) {
+    ++s_;
+    RawOp p;
+    p.kind = RawOp::Pair;
+    p.sub.push_back(o);
+    p.sub.push_back(operand(depth + 1));
+    return p;
+  }
+  return o;
+}
+
+int Parser::new_reg(const std::string& name, uint8_t width) {
+  if ((int)k_->regs.size() >= kMaxRegs) fail("too many registers");
+  Reg r;
+  r.name = name;
+  r.width = width;
+  r.off = k_->reg_bytes;
+  k_->reg_bytes += width == 0 ? 4 : 32u * width;
+  k_->reg_bytes = (k_->reg_bytes + 31) & ~31u;
+  k_->regs.push_back(std::move(r));
+  return (int)k_->regs.size() - 1;
+}
+
+void Parser::reg_decl() {
+  expect('.');
+  std::string t = dotted();
+  TypeInfo ti;
+  if (!type_info(t, &ti)) fail("unknown register type ." + t);
+  do {
+    std::string n = ident();
+    auto& sc = scopes_.back();
+    skip();
+    if (peek() == '<') {
+      ++s_;
+      int64_t count = integer();
+      expect('>');
+      if (count < 0 || count > kMaxRegs) fail("bad register count");
+      sc.ranges.emplace_back(n, (int)k_->regs.size());
+      sc.range_count.push_back((int)count);
+      for (int i = 0; i < count; ++i) new_reg(n + std::to_string(i), ti.bytes);
+    } else {
+      sc.regs[n] = new_reg(n, ti.bytes);
+    }
+  } while (eat(','));
+  expect(';');
+}
+
+void Parser::initialiser(Symbol* sym, uint32_t elem, const std::string& type) {
+  auto one = [&] {
+    skip();
+    if (ident_start(peek())) fail("symbol addresses in initialisers are not supported");
+    bool neg = eat('-');
+    skip();
+    RawOp o = number(neg);
+    int64_t v = o.imm;
+    if (o.kind == RawOp::Decimal) {
+      float f = (float)o.dec;
+      v = 0;
+      type == "f64" ? std::memcpy(&v, &o.dec, 8) : std::memcpy(&v, &f, 4);
+    }
+    for (uint32_t i = 0; i < elem; ++i) sym->init.push_back(i < 8 ? (uint8_t)(v >> (8 * i)) : 0);
+    if (sym->init.size() > kMaxBytes) fail("initialiser too long");
+  };
+  skip();
+  if (!eat('{')) return one();
+  int depth = 1;
+  while (depth) {
+    skip();
+    if (eat('{')) {
+      if (++depth > kMaxDepth) fail("initialiser nesting too deep");
+    } else if (eat('}')) {
+      --depth;
+    } else if (!eat(',')) {
+      one();
+    }
+  }
+}
+
+void Parser::variable(Space space, bool is_extern) {
+  uint32_t align = 0, elem = 0;
+  std::string type;
+  for (;;) {
+    skip();
+    if (!eat('.')) break;
+    std::string t = dotted();
+    TypeInfo ti;
+    if (t == "align") {
+      align = (uint32_t)integer();
+      if (align == 0 || (align & (align - 1)) || align > 65536) fail("bad .align");
+    } else if (t == "v2" || t == "v4") {
+      elem = t == "v2" ? 2 : 4;
+    } else if (type_info(t, &ti) && !ti.pred) {
+      elem = (elem ? elem : 1) * ti.bytes;
+      type = t;
+    } else {
+      fail("unexpected ." + t + " in a variable declaration");
+    }
+  }
+  if (!elem) fail("variable without a type");
+  do {
+    auto sym = std::make_unique<Symbol>();
+    sym->name = ident();
+    sym->space = space;
+    sym->align = align ? align : elem;
+    sym->is_extern = is_extern;
+    uint64_t n = 1;
+    skip();
+    bool unsized = false;
+    while (eat('[')) {
+      skip();
+      if (peek() == ']')
+        unsized = true;
+      else {
+        int64_t d = integer();
+        if (d < 0 || (uint64_t)d > kMaxBytes || n * d > kMaxBytes) fail("bad array size");
+        n *= d;
+      }
+      expect(']');
+    }
+    sym->size = unsized ? 0 : n * elem;
+    if (eat('=')) initialiser(sym.get(), elem, type);
+    if (unsized && !sym->init.empty()) sym->size = sym->init.size();
+    if (sym->size && sym->init.size() > sym->size) fail("initialiser longer than its variable");
+    Symbol* p = sym.get();
+    if (k_) {
+      if (space == Space::Local) {
+        p->addr = (k_->local_bytes + p->align - 1) / p->align * p->align;
+        if (p->addr + p->size > (1u << 24)) fail("too much local memory");
+        k_->local_bytes = (uint32_t)(p->addr + p->size);
+      }
+      scopes_.back().syms[p->name] = p;
+      k_->syms.push_back(std::move(sym));
+    } else {
+      globals_[p->name] = p;
+      m_->syms.push_back(std::move(sym));
+    }
+  } while (eat(','));
+  expect(';');
+}
+
+void Parser::dims(int* out) {
+  for (int i = 0; i < 3; ++i) out[i] = 1;
+  for (int i = 0; i < 3; ++i) {
+    out[i] = (int)integer();
+    if (!eat(',')) break;
+  }
+}
+
+void Parser::param_list(RawKernel* k) {
+  expect('(');
+  skip();
+  while (peek() != ')') {
+    RawParam p;
+    expect('.');
+    std::string d = dotted();
+    if (d != "param" && d != "reg") fail("expected .param");
+    uint32_t elem = 0, align = 0;
+    for (;;) {
+      skip();
+      if (!eat('.')) break;
+      std::string t = dotted();
+      TypeInfo ti;
+      if (t == "align")
+        align = (uint32_t)integer();
+      else if (t == "ptr")
+        continue;
+      else if (t == "global" || t == "shared" || t == "const" || t == "local")
+        continue;
+      else if (type_info(t, &ti))
+        elem = ti.bytes, p.type = t;
+      else
+        fail("unexpected ." + t + " in a parameter");
+    }
+    if (!elem) fail("parameter without a type");
+    p.name = ident();
+    p.size = elem;
+    if (eat('[')) {
+      skip();
+      if (peek() != ']') {
+        int64_t n = integer();
+        if (n < 0 || n > 65536) fail("bad parameter size");
+        p.size = (uint32_t)(elem * n);
+      }
+      expect(']');
+    }
+    // `.param .u64 .ptr .align 1 p`: that align is the pointee's, only arrays carry their own
+    p.align = p.size == elem ? elem : std::max(align, elem);
+    if (p.align == 0 || (p.align & (p.align - 1)) || p.align > 256) fail("bad parameter alignment");
+    p.offset = (k->param_bytes + p.align - 1) / p.align * p.align;
+    k->param_bytes = p.offset + p.size;
+    if (k->param_bytes > 65536) fail("too many parameters");
+    k->params.push_back(p);
+    if (!eat(',')) break;
+    skip();
+  }
+  expect(')');
+}
+
+void Parser::push_scope() {
+  if (scopes_.size() > kMaxDepth) fail("scopes nested too deep");
+  Scope sc;
+  sc.id = (int)k_->scope_parent.size();
+  k_->scope_parent.push_back(scopes_.empty() ? -1 : scopes_.back().id);
+  k_->labels.emplace_back();
+  scopes_.push_back(std::move(sc));
+}
+
+void Parser::pop_scope() {
+  scopes_.pop_back();
+  if (scopes_.empty()) k_ = nullptr;
+}
+
+void Parser::entry(bool is_entry) {
+  auto k = std::make_unique<RawKernel>();
+  k->line = line_;
+  k->is_entry = is_entry;
+  skip();
+  if (!is_entry && peek() == '(') {  // return values of a .func
+    RawKernel ret;
+    param_list(&ret);
+  }
+  k->name = ident();
+  skip();
+  if (peek() == '(') param_list(k.get());
+  for (;;) {
+    skip();
+    if (peek() == ';') {  // prototype
+      ++s_;
+      return;
+    }
+    if (peek() == '{') break;
+    if (!eat('.')) fail("expected a performance directive or '{', got " + shown());
+    std::string d = dotted();
+    if (d == "reqntid")
+      dims(k->reqntid);
+    else if (d == "maxntid")
+      dims(k->maxntid);
+    else if (d == "reqnctapercluster")
+      dims(k->reqcluster);
+    else if (d == "minnctapersm")
+      k->minnctapersm = (int)integer();
+    else if (d == "maxnreg")
+      k->maxnreg = (int)integer();
+    else if (d == "maxclusterrank")
+      integer();
+    else if (d == "pragma")
+      skip_to(';'), ++s_;
+    else if (d == "explicitcluster" || d == "blocksareclusters" || d == "noreturn" ||
+             d == "unified")
+      continue;
+    else
+      fail("unknown directive ." + d);
+  }
+  ++s_;
+  k_ = k.get();
+  m_->kernels.push_back(std::move(k));
+  push_scope();
+  for (auto& p : k_->params) {
+    auto sym = std::make_unique<Symbol>();
+    sym->name = p.name;
+    sym->space = Space::Param;
+    sym->size = p.size;
+    sym->addr = p.offset;
+    scopes_.back().syms[p.name] = sym.get();
+    k_->syms.push_back(std::move(sym));
+  }
+}
+
+void Parser::call(RawInsn* in) {
+  // call{.uni} (rets), name, (args){, prototype};
+  auto group = [&] {
+    RawOp v;
+    v.kind = RawOp::Vec;
+    expect('(');
+    skip();
+    while (peek() != ')') {
+      v.sub.push_back(operand(1));
+      if (!eat(',')) break;
+      skip();
+    }
+    expect(')');
+    return v;
+  };
+  RawOp none;
+  none.kind = RawOp::Vec;
+  skip();
+  RawOp rets = none, args = none;
+  if (peek() == '(') {
+    rets = group();
+    expect(',');
+  }
+  RawOp name = operand(1);
+  if (eat(',')) {
+    skip();
+    if (peek() == '(') {
+      args = group();
+      if (eat(',')) operand(1);
+    } else {
+      operand(1);
+    }
+  }
+  in->ops = {rets, name, args};
+}
+
+void Parser::instruction() {
+  RawInsn in;
+  in.line = line_;
+  if (eat('@')) {
+    bool neg = eat('!');
+    RawOp g = name_operand();
+    if (g.kind != RawOp::Register || k_->regs[g.reg].width != 0)
+      fail("a guard must be a predicate register");
+    in.guard = g.reg;
+    in.guard_neg = neg;
+    skip();
+  }
+  in.line = line_;
+  const char* b = s_;
+  while (s_ < e_ && (ident_char(*s_) || *s_ == '.' || (*s_ == ':' && peek(1) == ':')))
+    s_ += *s_ == ':' ? 2 : 1;
+  in.op.assign(b, s_);
+  if (in.op.empty()) fail("expected an instruction, got " + shown());
+  in.scope = scopes_.back().id;
+  skip();
+  if (in.op == "call" || in.op == "call.uni") {
+    call(&in);
+  } else if (peek() != ';') {
+    do {
+      in.ops.push_back(operand(0));
+      if (in.ops.size() > 16) fail("too many operands");
+    } while (eat(','));
+  }
+  skip();
+  if (!eat(';')) fail("expected ';' after " + in.op + ", got " + shown());
+  k_->insns.push_back(std::move(in));
+}
+
+void Parser::body_directive(const std::string& d) {
+  if (d == "reg") return reg_decl();
+  if (d == "local") return variable(Space::Local, false);
+  if (d == "param")
+    return variable(Space::Local, false);  // call arguments live in thread-local storage
+  if (d == "shared") return variable(Space::Shared, false);
+  if (d == "global") return variable(Space::Global, false);
+  if (d == "const") return variable(Space::Const, false);
+  if (d == "loc" || d == "file") {
+    while (s_ < e_ && *s_ != '\n') ++s_;
+    return;
+  }
+  if (d == "pragma" || d == "branchtargets" || d == "callprototype" || d == "calltargets" ||
+      d == "alias") {
+    skip_to(';');
+    if (s_ < e_) ++s_;
+    return;
+  }
+  fail("unknown directive ." + d);
+}
+
+void Parser::module_directive(const std::string& d) {
+  if (d == "version") {
+    skip();
+    const char* b = s_;
+    while (s_ < e_ && (std::isdigit((unsigned char)*s_) || *s_ == '.')) ++s_;
+    m_->version.assign(b, s_);
+  } else if (d == "target") {
+    m_->target = ident();
+    while (eat(',')) ident();
+  } else if (d == "address_size") {
+    if (integer() != 64) fail("only 64-bit addresses are supported");
+  } else if (d == "visible" || d == "weak" || d == "common") {
+    linkage_ = d;
+  } else if (d == "extern") {
+    linkage_ = d;
+  } else if (d == "entry" || d == "func") {
+    linkage_.clear();
+    entry(d == "entry");
+  } else if (d == "global" || d == "const" || d == "shared") {
+    bool ext = linkage_ == "extern";
+    linkage_.clear();
+    variable(d == "global" ? Space::Global : d == "const" ? Space::Const : Space::Shared, ext);
+  } else if (d == "section") {
+    skip_to('{');
+    skip_to('}');
+    if (s_ < e_) ++s_;
+  } else {
+    body_directive(d);
+  }
+}
+
+void Parser::statement() {
+  skip();
+  if (s_ >= e_) return;
+  char c = peek();
+  if (!k_) {
+    if (c != '.') fail("expected a directive, got " + shown());
+    ++s_;
+    return module_directive(dotted());
+  }
+  if (c == '{') return ++s_, push_scope();
+  if (c == '}') return ++s_, pop_scope();
+  if (c == ';') return void(++s_);
+  if (c == '.') return ++s_, body_directive(dotted());
+  if (ident_start(c)) {  // label?
+    const char* p = s_;
+    while (p < e_ && (ident_char(*p) || *p == '%')) ++p;
+    const char* q = p;
+    while (q < e_ && (*q == ' ' || *q == '\t')) ++q;
+    if (q < e_ && *q == ':' && !(q + 1 < e_ && q[1] == ':')) {
+      std::string n(s_, p);
+      if (!k_->labels[scopes_.back().id].emplace(n, (int)k_->insns.size()).second)
+        fail("label " + n + " defined twice in its scope");
+      s_ = q + 1;
+      skip();
+      if (peek() == '.') {  // `lbl: .branchtargets ...;` and `.callprototype`
+        ++s_;
+        body_directive(dotted());
+      }
+      return;
+    }
+  }
+  instruction();
+}
+
+std::unique_ptr<RawModule> Parser::run() {
+  m_ = std::make_unique<RawModule>();
+  for (;;) {
+    skip();
+    if (s_ >= e_) break;
+    if (*s_ == '\0') {  // CUDA hands out NUL-terminated images
+      ++s_;
+      continue;
+    }
+    statement();
+  }
+  if (k_) fail("end of file inside " + k_->name);
+  if (m_->version.empty()) fail("no .version directive");
+  return std::move(m_);
+}
+
+}  // namespace
+
+std::unique_ptr<RawModule> parse_ptx(const std::string& text) { return Parser(text).run(); }
+
+}  // namespace flash_attn_mx::emu
