@@ -23,7 +23,6 @@ SMEM_LIMIT = 227 * 1024
 
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([^;]+?)\s*;")
 TARGET = re.compile(r"`\((\.L_x_\d+)\)")
-NO_RETURN = ("EXIT", "BRX", "RET")
 # Softmax arithmetic, for the table; what is left is control, barriers and row scalars.
 PIPES = {
     "MUFU": "MUFU.EX2", "FFMA2": "FFMA2", "FADD2": "FADD2", "F2FP": "F2FP", "FMNMX3": "FMNMX3", "FMNMX": "FMNMX",
@@ -71,9 +70,10 @@ def parse(sass):
         op = match.group(3)
         current.ops.append((match.group(2), op))
         if re.match(r"(BRA|BRX|EXIT|RET)\b", op.split(".")[0]):
-            table = re.findall(r"\.L_x_\d+", line.split("BRANCH_TARGETS")[1]) if "BRANCH_TARGETS" in line else []
-            always = not match.group(2) and not re.search(r"BRA\.U\S* !?UP\d|BRA !?P\d|BRA\S* !?U?P\d", op)
-            ends[len(blocks) - 1] = (TARGET.findall(op) + table, always or op.startswith("EXIT") and not match.group(2))
+            _, _, listed = line.partition("BRANCH_TARGETS")
+            table = re.findall(r"\.L_x_\d+", listed)
+            conditional = match.group(2) or re.match(r"BRA\S* !?U?P\d", op)
+            ends[len(blocks) - 1] = (TARGET.findall(op) + table, not conditional)
             current = None
     for i, block in enumerate(blocks):
         targets, always = ends.get(i, ([], False))
@@ -142,7 +142,8 @@ def report(ptx):
             [find_tool("nvdisasm"), "-c", str(cubin)], capture_output=True, text=True, check=True
         ).stdout
     log = out.stdout + out.stderr
-    stack, stores, loads = map(int, re.search(r"(\d+) bytes stack.*?(\d+) bytes spill st.*?(\d+) bytes spill lo", log, re.S).groups())
+    frame = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+    stack, stores, loads = map(int, re.search(frame, log).groups())
     blocks = parse(sass)
     everything = collections.Counter(op.split(".")[0].split()[0] for b in blocks for _, op in b.ops)
     name = ptx.name.split(".")[0]
@@ -175,17 +176,23 @@ def render(rows):
     for r in rows:
         counts = [r["loop"].get(op, 0) for op in PIPES]
         total = sum(r["loop"].values())
-        lines.append(f"| {r['name']} | **{total}** | {' | '.join(map(str, counts))} | {total - sum(counts)} |")
+        lines.append(
+            f"| {r['name']} | **{total}** | {' | '.join(map(str, counts))} | {total - sum(counts)} |"
+        )
     return "\n".join(lines) + "\n"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="fail where the committed report differs")
+    parser.add_argument(
+        "--check", action="store_true", help="fail where the committed report differs"
+    )
     args = parser.parse_args()
     text = render([report(ptx) for ptx in sorted(DEVICE.glob("attn_fwd_*.sm_100f.ptx"))])
     if args.check:
-        sys.exit(REPORT.read_text() != text and f"{REPORT} is out of date: run {Path(__file__).name}")
+        sys.exit(
+            REPORT.read_text() != text and f"{REPORT} is out of date: run {Path(__file__).name}"
+        )
     REPORT.write_text(text)
 
 

@@ -169,7 +169,7 @@ void set_scalars(AttnFwdParams& p, const Shape& s, double softmax_scale, int64_t
   p.seqlen_q = int32_t(s.max_q), p.seqlen_k = int32_t(s.max_k);
   p.q_scale_tiles = int32_t(s.atoms(s.tokens_q)), p.k_scale_tiles = int32_t(s.atoms(s.tokens_k));
   p.window_left = window_side(left), p.window_right = window_side(right);
-  p.q_blocks = int32_t(blocks(s.max_q, fwd::kItemRows));
+  p.q_blocks = int32_t(blocks(s.max_q, fwd::kLaunchRows));
   p.scale_log2 = std::max(float(std::fabs(softmax_scale) * kLog2E), kMinScale);
   p.negate = softmax_scale < 0;
 }
@@ -207,9 +207,9 @@ LaunchRecord make_record(const std::string& kernel, int64_t tile_dim, int64_t ct
                          const AttnFwdParams& p) {
   LaunchRecord record;
   record.kernel = kernel;
-  record.grid = uint32_t(std::min<int64_t>(int64_t{p.q_blocks} * p.heads * p.batch, ctas));
-  record.block = fwd::kBlockThreads;
-  record.smem_bytes = fwd::smem_bytes(int(tile_dim));
+  record.grid = uint32_t(std::min(fwd::launch_items(p.seqlen_q, p.heads, p.batch), ctas));
+  record.block = fwd::kLaunchThreads;
+  record.smem_bytes = fwd::launch_smem_bytes(int(tile_dim));
   const auto* bytes = reinterpret_cast<const uint8_t*>(&p);
   record.params.assign(bytes, bytes + sizeof(p));
   return record;
@@ -248,7 +248,7 @@ std::string attn_fwd(const Tensor& q_tensor, const Tensor& q_scale, const Tensor
   const View q("q", q_tensor, packed), k("k", k_tensor, packed), v("v", v_tensor, packed);
   const View out("out", out_tensor, packed);
   const Shape shape = shape_of(q, k, v, out, lse, cu_seqlens_q, max_seqlen_q, max_seqlen_k);
-  FAMX_CHECK(fwd::smem_bytes(int(tile_dim)) && shape.head_dim <= tile_dim, "tile_dim",
+  FAMX_CHECK(fwd::launch_tile(int(tile_dim)) == tile_dim && shape.head_dim <= tile_dim, "tile_dim",
              "64 or 128, at least head_dim", tile_dim);
   FAMX_CHECK(cu_seqlens_k.has_value() == packed, "cu_seqlens_k", "given as cu_seqlens_q", "not");
   FAMX_CHECK(!v_tok || (View("v_tok", *v_tok, packed).same_sizes(v) &&

@@ -48,7 +48,7 @@ struct CUlaunchConfig {
   unsigned attribute_count;
 };
 
-struct alignas(64) CUtensorMap {
+struct alignas(128) CUtensorMap {
   uint8_t bytes[128];
 };
 

@@ -71,7 +71,7 @@ def test_c08_any_head_dim_in_both_layers(device, head_dim):
     out, lse = torch.ops.flash_attn_mx.fwd(
         *operand(problem.q, "rowwise"), *operand(problem.k, "rowwise"),
         *operand(problem.v, "colwise"), *operand(problem.v, "tokenwise"),
-        None, None, 40, 70, head_dim**-0.5, -1, 0, torch.float32,
+        None, None, 40, 70, head_dim**-0.5, -1, 0, torch.float32, famx.get_backend(),
     )  # fmt: skip
     compare.assert_equal_bits(out, got.out, "out")
     compare.assert_equal_bits(lse, got.lse, "lse")

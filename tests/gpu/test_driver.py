@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 from kernels import stand_in
-from kernels.test_host_record import SWEEP, draw, problem_of
+from kernels.test_host_record import ARGUMENTS, SWEEP, draw, problem_of
 
 from flash_attn_mx import _native, layouts, sm100
 
@@ -126,9 +126,7 @@ def test_missing_or_broken_image(tmp_path):
     with pytest.raises(RuntimeError, match="cannot read the device code .*nowhere"):
         sm100.launch(problem, stand_in.instance(64), image=str(tmp_path / "nowhere"))
     (tmp_path / "broken").write_text("no code\n")
-    with pytest.raises(
-        RuntimeError, match=r"flash_attn_mx: cuLibrary\w+ \(stand_in.*CUDA_ERROR"
-    ):
+    with pytest.raises(RuntimeError, match=r"flash_attn_mx: cuLibrary\w+ \(stand_in.*CUDA_ERROR"):
         sm100.launch(problem, stand_in.instance(64), image=str(tmp_path / "broken"))
 
 
@@ -226,3 +224,15 @@ def test_packed_atoms_on_the_gpu_are_those_of_the_cpu(axis):
         layouts.packed_atoms(scale.to(d), axis, cu.to(d), 310).cpu() for d in ("cpu", "cuda")
     )
     assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize("argument", ["q_scale", "v_tok", "v_tok_scale", "lse", "cu_seqlens_q"])
+def test_operator_refuses_tensors_of_another_device(argument):
+    cu = torch.tensor([0, 40], dtype=torch.int32, device="cuda")
+    x = torch.randn(40, 1, 64, device="cuda")
+    problem = problem_of(x, x, x, (-1, 0), cu_q=cu, cu_k=cu, max_q=40, max_k=40)
+    arguments = list(problem.arguments)
+    at = ARGUMENTS.index(argument)
+    arguments[at] = arguments[at].cpu()
+    with pytest.raises(RuntimeError, match="device"):
+        sm100.record_of(problem._replace(arguments=tuple(arguments)), instance_for(64))

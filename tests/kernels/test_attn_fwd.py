@@ -1,8 +1,8 @@
 """The sm_100 forward kernel's PTX in the emulator, with strict checks, against the portable path.
 
 Bounds, relative to the largest |O| of the row: S is summed in another order here, and exp2 errs by 3e-6, so about one
-payload of P in 10^5 rounds the other way, by at most 2^-4 of a key's weight. A row without such a key agrees to fp32
-sums; with one, to 2^-5 where no key has more than half of the weight. LSE within 1e-5, relative beyond 1.
+payload of P in 10^5 rounds the other way, by up to 2^-3 of it. A row without such a key agrees to fp32 sums; with one,
+to 2^-4 (a key that is not the largest has at most half of the weight). LSE within 1e-5, relative beyond 1.
 """
 
 import math
@@ -13,7 +13,7 @@ from kernels.attn_fwd import OUT_NAMES, Operands, expected, quantise, run
 
 from flash_attn_mx import _native
 
-O_ROW = 2.0**-5
+O_ROW = 2.0**-4
 O_ROW_SAME_P = 2e-5
 ROWS_WITH_ANOTHER_P = 0.03
 LSE = 1e-5
@@ -43,7 +43,9 @@ def draw(seqlen_q, seqlen_k, head_dim, *, batch=1, heads=1, heads_k=1, seed=0):
 def check(ops: Operands, *, softmax_scale=None, window=NONE, out_dtype=torch.float32, **options):
     """Runs the kernel, compares with the portable path; returns out, lse."""
     ptx = kernel_ptx(ops.q[0].shape[-1], out_dtype)
-    out, lse, _ = run(ptx, ops, softmax_scale=softmax_scale, window=window, out_dtype=out_dtype, **options)
+    out, lse, _ = run(
+        ptx, ops, softmax_scale=softmax_scale, window=window, out_dtype=out_dtype, **options
+    )
     want, want_lse = expected(ops, softmax_scale=softmax_scale, window=window, out_dtype=out_dtype)
     assert torch.equal(torch.isnan(out), torch.isnan(want))
     assert torch.equal(torch.isnan(lse), torch.isnan(want_lse))
@@ -87,13 +89,20 @@ def test_head_dims_are_zero_filled(head_dim, window):
 @pytest.mark.parametrize("heads,heads_k", [(1, 1), (4, 1), (8, 1), (6, 2)])
 def test_grouped_heads(heads, heads_k):
     """Query head h uses key head h // (heads / heads_k); several items per CTA."""
-    check(quantise(*draw(140, 200, 64, batch=2, heads=heads, heads_k=heads_k)), window=CAUSAL, grid=3)
+    check(
+        quantise(*draw(140, 200, 64, batch=2, heads=heads, heads_k=heads_k)), window=CAUSAL, grid=3
+    )
 
 
 @pytest.mark.parametrize("order,seed", ORDERS)
 @pytest.mark.parametrize(
     "head_dim,seqlen_q,seqlen_k,window",
-    [(128, 640, 640, CAUSAL), (64, 256, 640, NONE), (128, 255, 640, (100, 20)), (64, 640, 300, CAUSAL)],
+    [
+        (128, 640, 640, CAUSAL),
+        (64, 256, 640, NONE),
+        (128, 255, 640, (100, 20)),
+        (64, 640, 300, CAUSAL),
+    ],
 )
 def test_asynchronous_orders(head_dim, seqlen_q, seqlen_k, window, order, seed):
     """Copies and products that complete at any legal time give the same bits as eager ones."""
@@ -220,7 +229,10 @@ def test_ones_stay_ones(out_dtype):
 def test_large_values_accumulate_in_fp32():
     """C67: V = 3e4, also with alternating signs."""
     zero = torch.zeros(1, 3, 1, 64), torch.zeros(1, 1024, 1, 64)
-    for v in (torch.full((1, 1024, 1, 64), 3e4), 3e4 * (1 - 2 * (torch.arange(64) % 2)).expand(1, 1024, 1, 64)):
+    for v in (
+        torch.full((1, 1024, 1, 64), 3e4),
+        3e4 * (1 - 2 * (torch.arange(64) % 2)).expand(1, 1024, 1, 64),
+    ):
         out, _ = check(quantise(*zero, v.contiguous().float()))
         assert ((out - v[:, :3]).abs() <= 0.0625 * 3e4).all()
 
@@ -300,7 +312,8 @@ def test_packed_sequences(lengths_q, lengths_k, window, order, seed):
     """Sequences of any length in one launch, zero included; each equals its dense run bit for bit (C29)."""
     q, k, v = draw(sum(lengths_q), sum(lengths_k), 128, heads=2)
     cu_q, cu_k = (
-        torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32) for n in (lengths_q, lengths_k)
+        torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        for n in (lengths_q, lengths_k)
     )
     ops = quantise(q[0], k[0], v[0], cu_q, cu_k)
     out, lse = check(ops, window=window, max_q=max(lengths_q), order=order, seed=seed, grid=2)

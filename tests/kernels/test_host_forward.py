@@ -262,3 +262,11 @@ def test_packed_atoms_hold_every_scale(axis):
                     atoms[head, atom * 512 + row % 32 * 16 + row // 32 * 4 + column]
                     == mine[i, head, j]
                 )
+
+
+def test_overwritten_operands_are_refused():
+    """An MXTensor that was written to after quantisation, its swizzled scale included, is not launched."""
+    mx = [quantize_mxfp8(x).to_layout("swizzled128x4") for x in draw((1, 4, 1, 64), (1, 4, 1, 64))]
+    mx[1].scale.view(torch.uint8).zero_()
+    with pytest.raises(RuntimeError, match="modified in place"):
+        famx.flash_attn_mx_func(*mx, backend="emulator")

@@ -64,6 +64,7 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kSoftmaxRegisters = 224;
 constexpr int kOtherRegisters = 64;
 static_assert(kTile == kRowThreads, "one thread per row");
+static_assert(kThreads == kLaunchThreads && kTiles * kTile == kLaunchRows, "launch.h");
 static_assert(kTiles * kRowThreads * kSoftmaxRegisters +
                       (kThreads - kTiles * kRowThreads) * kOtherRegisters <=
                   64 * 1024,
@@ -77,8 +78,8 @@ template <int kHeadDim_>
 struct Config {
   static constexpr int kHeadDim = kHeadDim_;
   static_assert(kHeadDim == 64 || kHeadDim == 128, "row of a payload tile = span of the swizzle");
-  static constexpr int kQStages = 2;
-  static constexpr int kKVStages = kHeadDim == 128 ? 9 : 16;
+  static constexpr int kQStages = kLaunchQStages;
+  static constexpr int kKVStages = launch_kv_stages(kHeadDim);
   using Tile = SwizzledTile<kHeadDim>;
 
   // Tensor memory. region(i): the columns that hold P and all scales of tile i.
@@ -112,9 +113,7 @@ struct Config {
   static constexpr uint32_t kPFull = kSLoaded + 8 * kTiles, kPVDone = kPFull + 8 * kTiles;
   static constexpr uint32_t kTmemAddress = kPVDone + 8 * kTiles;
   static constexpr uint32_t kSmemBytes = kTmemAddress + 16 + 1024;  // 1024: alignment of the start
-  static_assert(kSmemBytes <= 227 * 1024, "shared memory of a CTA");
-  static_assert(kSmemBytes == smem_bytes(kHeadDim) && kThreads == kBlockThreads &&
-                    kTiles * kTile == kItemRows, "launch.h, from which the host takes them");
+  static_assert(kSmemBytes == launch_smem_bytes(kHeadDim) && kSmemBytes <= 227 * 1024, "SMEM");
 };
 
 struct Span {
