@@ -7,8 +7,8 @@
 // ROLES     warps | role     | regs | does
 //           0-3   | softmax0 |  224 | query tile 0, one thread per row: S -> P, SFP, row sums; O / l and LSE at the end
 //           4-7   | softmax1 |  224 | query tile 1
-//           8     | mma      |   64 | TMEM allocation, every tcgen05.cp and tcgen05.mma; clears V behind a sequence's end
-//           9     | load     |   64 | every TMA and bulk copy                       (10, 11 idle)
+//           8     | mma      |   56 | TMEM allocation, every tcgen05.cp and tcgen05.mma; clears V behind a sequence's end
+//           9     | load     |   56 | every TMA and bulk copy                       (10, 11 idle)
 //
 // TMEM      cols (D=128) | tensor | shape x type   | written by         | read by  | aliases
 //           0-127        | S0     | 128x128 f32    | mma                | softmax0 | -
@@ -62,12 +62,15 @@ constexpr int kLoadWarp = kMmaWarp + 1;
 constexpr int kWarps = 12;  // whole warpgroups: setmaxnreg works on four warps
 constexpr int kThreads = 32 * kWarps;
 constexpr int kSoftmaxRegisters = 224;
-constexpr int kOtherRegisters = 64;
+constexpr int kOtherRegisters = 56;
 static_assert(kTile == kRowThreads, "one thread per row");
 static_assert(kThreads == kLaunchThreads && kTiles * kTile == kLaunchRows, "launch.h");
+// setmaxnreg moves registers inside what the CTA got at its launch, where every thread gets the same multiple of 8:
+// an increase beyond that sum would wait for ever (PTX ISA 9.7.19.5).
+constexpr int kLaunchRegisters = 64 * 1024 / kThreads / 8 * 8;
 static_assert(kTiles * kRowThreads * kSoftmaxRegisters +
                       (kThreads - kTiles * kRowThreads) * kOtherRegisters <=
-                  64 * 1024,
+                  kThreads * kLaunchRegisters,
               "register file");
 
 // Pairs of keys, of the 64 pairs of a row, whose exp2 runs on the FMA pipe instead of the MUFU. Untuned: chosen so that
