@@ -18,7 +18,15 @@ _ORDERS = {"eager": 0, "delayed": 1, "random": 2}
 _MMA = {"model": 0, "fp64": 1}
 _DTYPES = {"uint8": 0, "uint16": 1, "uint32": 2, "int32": 3, "uint64": 4, "int64": 5, "float16": 6, "float32": 7,
            "float64": 8, "bfloat16": 9, "float32_ftz": 10, "tf32": 11, "tf32_ftz": 12}  # fmt: skip
-_SWIZZLES = {"none": 0, "32B": 1, "64B": 2, "128B": 3, "128B_ATOM_32B": 4, "128B_ATOM_32B_FLIP_8B": 5, "128B_ATOM_64B": 6}
+_SWIZZLES = {
+    "none": 0,
+    "32B": 1,
+    "64B": 2,
+    "128B": 3,
+    "128B_ATOM_32B": 4,
+    "128B_ATOM_32B_FLIP_8B": 5,
+    "128B_ATOM_64B": 6,
+}
 _FILLS = {"zero": 0, "nan": 1}
 
 
@@ -102,12 +110,20 @@ class TensorMap:
             if dims is None:
                 dims = tuple(reversed(tensor.shape))
             if strides is None:
-                st = tensor.stride() if hasattr(tensor, "data_ptr") else [s // size for s in tensor.strides]
+                st = (
+                    tensor.stride()
+                    if hasattr(tensor, "data_ptr")
+                    else [s // size for s in tensor.strides]
+                )
                 strides = tuple(s * size for s in reversed(st[:-1]))
             if dtype is None:
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 dtype = "uint8" if dtype.startswith(("float8", "int8")) else dtype
-        for name, table, value in (("dtype", _DTYPES, dtype), ("swizzle", _SWIZZLES, swizzle), ("oob_fill", _FILLS, oob_fill)):
+        for name, table, value in (
+            ("dtype", _DTYPES, dtype),
+            ("swizzle", _SWIZZLES, swizzle),
+            ("oob_fill", _FILLS, oob_fill),
+        ):
             if value not in table:
                 raise ValueError(f"{name} must be one of {', '.join(table)}, got {value!r}")
         es = tuple(element_strides) if element_strides else (1,) * len(tuple(dims))
@@ -167,12 +183,16 @@ class Kernel:
                 raw = (int(a) & ((1 << 8 * n) - 1)).to_bytes(n, "little")
             elif isinstance(a, float):
                 if n not in (4, 8):
-                    raise TypeError(f"argument {i} ({p['name']}): a float needs a 4- or 8-byte parameter, not {n}")
+                    raise TypeError(
+                        f"argument {i} ({p['name']}): a float needs a 4- or 8-byte parameter, not {n}"
+                    )
                 raw = struct.pack("<f" if n == 4 else "<d", a)
             else:
                 raise TypeError(f"argument {i} ({p['name']}): cannot pass {type(a).__name__}")
             if len(raw) != n:
-                raise ValueError(f"argument {i} ({p['name']}): {len(raw)} bytes for a parameter of {n}")
+                raise ValueError(
+                    f"argument {i} ({p['name']}): {len(raw)} bytes for a parameter of {n}"
+                )
             block[p["offset"] : p["offset"] + n] = raw
         return bytes(block)
 
@@ -205,7 +225,9 @@ class Kernel:
         block_bytes = self._pack(args, used)
         options = dict(grid=_dims(grid, "grid"), cluster=_dims(cluster, "cluster"), block=_dims(block, "block"), smem_bytes=smem_bytes, order=_ORDERS[order],
                        seed=seed & (2**64 - 1), threads=max(1, threads), mma=_MMA[mma], timeout=float(timeout), checks=list(names))  # fmt: skip
-        out = self._module._native.launch(self.name, block_bytes, _regions(used, undefined), options)
+        out = self._module._native.launch(
+            self.name, block_bytes, _regions(used, undefined), options
+        )
         error = out.pop("error")
         if error:
             raise EmulatorError(error)
@@ -220,7 +242,9 @@ def _regions(used, undefined):
         a, n, ro = _span(x)
         if n:
             shape = "x".join(str(s) for s in x.shape)
-            rows.append([a, n, ro, a in fresh, f"#{i} {str(x.dtype).removeprefix('torch.')}[{shape}]"])
+            rows.append(
+                [a, n, ro, a in fresh, f"#{i} {str(x.dtype).removeprefix('torch.')}[{shape}]"]
+            )
     rows.sort(key=lambda r: r[0])
     merged = []
     for r in rows:

@@ -9,7 +9,16 @@ import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 
-FLAGS = ["-O3", "-std=c++20", "-march=x86-64-v3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
+FLAGS = [
+    "-O3",
+    "-std=c++20",
+    "-march=x86-64-v3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    "-pthread",
+]
 
 
 def build(jobs=2):
@@ -35,7 +44,10 @@ def build(jobs=2):
         done = list(pool.map(compile_one, sorted(src.glob("*.cpp"))))
     if any(new for _, new in done) or not target.exists():
         target.parent.mkdir(exist_ok=True)
-        subprocess.run(["g++", "-shared", "-pthread", *[str(o) for o, _ in done], "-o", str(target)], check=True)
+        subprocess.run(
+            ["g++", "-shared", "-pthread", *[str(o) for o, _ in done], "-o", str(target)],
+            check=True,
+        )
     return target
 
 

@@ -55,7 +55,9 @@ class Item:
     def relocate(self, param):
         """The parameter's bytes with addresses moved: a descriptor's first word, any word of other kinds."""
         out = bytearray.fromhex(param["hex"])
-        if param["name"].startswith("amax") and not any(out):  # the records leave this output out; the kernels write it
+        if param["name"].startswith("amax") and not any(
+            out
+        ):  # the records leave this output out; the kernels write it
             struct.pack_into("<Q", out, 0, self.scratch.data_ptr())
             return bytes(out)
         for at in range(0, 8 if param["kind"] == "tma_descriptor" else len(out) - 7, 8):
@@ -68,7 +70,11 @@ class Item:
     def run(self, **options):
         reports = []
         modules = {}
-        undefined = [m[2] for m in self.memory if str(m[3]["initial"]).startswith("uninit")] if options.pop("track_outputs", True) else []
+        undefined = (
+            [m[2] for m in self.memory if str(m[3]["initial"]).startswith("uninit")]
+            if options.pop("track_outputs", True)
+            else []
+        )
         for entry in self.item["launches"]:
             rec = load(os.path.join(self.folder, entry["json"]))
             path = os.path.join(self.folder, rec["ptx"])
@@ -127,7 +133,9 @@ def fill(item, seed=0, spread=2):
             continue
         b, h, s, d = out[i].shape
         rows, cols = (s, d // 32) if i < 2 else (d, s // 32)
-        e = torch.randint(127 - spread, 128 + spread, (b, h, rows, cols), generator=g, dtype=torch.int32)
+        e = torch.randint(
+            127 - spread, 128 + spread, (b, h, rows, cols), generator=g, dtype=torch.int32
+        )
         f = torch.exp2(e.double() - 127).repeat_interleave(32, -1)
         out[i] = out[i] * (f if i < 2 else f.transpose(-1, -2))
         sf = e.to(torch.uint8)
@@ -135,7 +143,18 @@ def fill(item, seed=0, spread=2):
             atoms = sf_atoms(sf)
         else:  # V: rows are D, one atom per 128 of them and 128 keys; D > 128 has its halves outermost
             parts = [sf[:, :, r : r + 128] for r in range(0, d, 128)]
-            atoms = torch.stack([torch.cat([sf_atoms(x[..., 4 * t : 4 * t + 4]).reshape(b, h, 1, -1) for t in range(s // 128)], 2) for x in parts])
+            atoms = torch.stack(
+                [
+                    torch.cat(
+                        [
+                            sf_atoms(x[..., 4 * t : 4 * t + 4]).reshape(b, h, 1, -1)
+                            for t in range(s // 128)
+                        ],
+                        2,
+                    )
+                    for x in parts
+                ]
+            )
         item.view(name).copy_(atoms.reshape(item.view(name).shape))
     for name in item.tensors:
         if "descale" in name or name in ("scale_o",):
@@ -151,7 +170,9 @@ def run_forward(folder, **options):
     t0 = time.time()
     reports = item.run(**options)
     dt = time.time() - t0
-    want, lse = attention(q, k, v, c.get("softmax_scale", 1 / math.sqrt(c["D"])), c.get("causal"), c.get("window"))
+    want, lse = attention(
+        q, k, v, c.get("softmax_scale", 1 / math.sqrt(c["D"])), c.get("causal"), c.get("window")
+    )
     name = "out" if "out" in item.tensors else "o"
     got = item.view(name).double()
     if c.get("dtype"):
@@ -178,7 +199,10 @@ def run_backward(folder, **options):
     t0 = time.time()
     reports = item.run(**options)
     dt = time.time() - t0
-    errs = [((item.view("d" + n).double().transpose(1, 2) - x[n].grad).norm() / x[n].grad.norm()).item() for n in "qkv"]
+    errs = [
+        ((item.view("d" + n).double().transpose(1, 2) - x[n].grad).norm() / x[n].grad.norm()).item()
+        for n in "qkv"
+    ]
     return max(errs), 0.0, dt, reports
 
 
@@ -191,14 +215,27 @@ def main():
     ap.add_argument("--no-checks", action="store_true")
     ap.add_argument("--threads", type=int, default=2)
     a = ap.parse_args()
-    names = a.items or sorted(n for n in os.listdir(a.out) if "varlen" not in n and "cudnn_bwd" not in n and os.path.isdir(os.path.join(a.out, n)))
+    names = a.items or sorted(
+        n
+        for n in os.listdir(a.out)
+        if "varlen" not in n and "cudnn_bwd" not in n and os.path.isdir(os.path.join(a.out, n))
+    )
     bad = 0
     for n in names:
         try:
             run = run_backward if "_bwd_" in n else run_forward
-            err, lse, dt, reports = run(os.path.join(a.out, n), order=a.order, seed=a.seed, checks=not a.no_checks, threads=a.threads)
+            err, lse, dt, reports = run(
+                os.path.join(a.out, n),
+                order=a.order,
+                seed=a.seed,
+                checks=not a.no_checks,
+                threads=a.threads,
+            )
             insns = sum(r.instructions for r in reports)
-            print(f"{n:36s} out rel err {err:.2e}  lse abs err {lse:.2e}  {dt:6.2f} s  {insns} warp instructions, {insns / dt / 1e6:.2f} M/s", flush=True)
+            print(
+                f"{n:36s} out rel err {err:.2e}  lse abs err {lse:.2e}  {dt:6.2f} s  {insns} warp instructions, {insns / dt / 1e6:.2f} M/s",
+                flush=True,
+            )
         except (emulator.EmulatorError, ValueError, KeyError, RuntimeError) as e:
             bad += 1
             print(f"{n:36s} {type(e).__name__}: {str(e)[:3000]}", flush=True)

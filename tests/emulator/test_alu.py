@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import lanes
+from emulator.harness import lanes
 
 U = np.uint32
 M = 0xFFFFFFFF
@@ -55,7 +55,14 @@ def test_wide_and_64_bit_forms():
     body = """mul.wide.u32 %o0, %a0, %a1; mul.wide.s32 %o1, %a0, %a1; mad.wide.u32 %o2, %a0, %a1, %o0; mul.hi.u64 %o3, %o1, %o1;
     shl.b64 %o4, %o0, 4; popc.b64 %o5, %o1;"""
     o = lanes(body, [U(M), U(M)], [np.uint64] * 5 + [np.uint32])
-    assert [int(x[3]) for x in o] == [0xFFFFFFFE00000001, 1, 0xFFFFFFFC00000002, 0, 0xFFFFFFE000000010, 1]
+    assert [int(x[3]) for x in o] == [
+        0xFFFFFFFE00000001,
+        1,
+        0xFFFFFFFC00000002,
+        0,
+        0xFFFFFFE000000010,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("cmp,ty,a,b,want", [
@@ -76,11 +83,20 @@ def test_setp_combines_and_pred_logic_per_lane():
 
 def test_mov_packs_low_element_first_and_unpacks():
     body = "mov.b64 %w, {%a0, %a1}; mov.b64 {_, %o0}, %w; mov.b32 {%h, %g}, %a0; mov.b32 %o1, {%g, %h}; mov.b128 %v, {%w, %w}; mov.b128 {%w, %x}, %v; mov.b64 {%o2, %o3}, %x;"
-    o = lanes(body, [U(0x11112222), U(7)], [np.uint32] * 4, ".reg .b64 %w, %x; .reg .b16 %h, %g; .reg .b128 %v;\n")
+    o = lanes(
+        body,
+        [U(0x11112222), U(7)],
+        [np.uint32] * 4,
+        ".reg .b64 %w, %x; .reg .b16 %h, %g; .reg .b128 %v;\n",
+    )
     assert [int(x[0]) for x in o] == [7, 0x22221111, 0x11112222, 7]
 
 
 def test_inactive_lanes_keep_their_value():
     lane = np.arange(32, dtype=np.uint32)
-    (o,) = lanes("setp.eq.u32 %q, %a0, 3; mov.u32 %o0, 5; @%q mov.u32 %o0, 9; @!%q add.u32 %o0, %o0, 1;", [lane], decls=".reg .pred %q;\n")
+    (o,) = lanes(
+        "setp.eq.u32 %q, %a0, 3; mov.u32 %o0, 5; @%q mov.u32 %o0, 9; @!%q add.u32 %o0, %o0, 1;",
+        [lane],
+        decls=".reg .pred %q;\n",
+    )
     assert (o == np.where(lane == 3, 9, 6)).all()

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from conftest import lanes
+from emulator.harness import lanes
 
 F = np.float32
 QNAN = 0x7FFFFFFF
-BITS = lambda x: int(np.float32(x).view(np.uint32))  # noqa: E731
+BITS = lambda x: int(np.float32(x).view(np.uint32))
 
 
 def run(line, *ins, out=np.uint32):
@@ -51,29 +51,75 @@ def test_f32_unary(op, a, want):
 
 def test_f32x2_keeps_the_halves_apart():
     two = np.array([1.5, -2.0], F).view(np.uint64)[0]
-    got = np.array([run("fma.rn.f32x2 %o0, %a0, %a1, %a0;", two, np.array([2.0, 3.0], F).view(np.uint64)[0], out=np.uint64)], np.uint64).view(F)
+    got = np.array(
+        [
+            run(
+                "fma.rn.f32x2 %o0, %a0, %a1, %a0;",
+                two,
+                np.array([2.0, 3.0], F).view(np.uint64)[0],
+                out=np.uint64,
+            )
+        ],
+        np.uint64,
+    ).view(F)
     assert got.tolist() == [4.5, -8.0]
-    got = np.array([run("add.rm.ftz.f32x2 %o0, %a0, %a1;", two, np.array([2.0**-30, 2.0**-130], F).view(np.uint64)[0], out=np.uint64)], np.uint64).view(F)
+    got = np.array(
+        [
+            run(
+                "add.rm.ftz.f32x2 %o0, %a0, %a1;",
+                two,
+                np.array([2.0**-30, 2.0**-130], F).view(np.uint64)[0],
+                out=np.uint64,
+            )
+        ],
+        np.uint64,
+    ).view(F)
     assert got.tolist() == [1.5, -2.0]
 
 
 def test_half_and_bf16_arithmetic():
-    h = lambda x: np.float16(x).view(np.uint16)  # noqa: E731
-    assert run("add.f16 %o0, %a0, %a1;", h(2048), h(1), out=np.uint16) == int(h(2048))  # tie to even
+    h = lambda x: np.float16(x).view(np.uint16)
+    assert run("add.f16 %o0, %a0, %a1;", h(2048), h(1), out=np.uint16) == int(
+        h(2048)
+    )  # tie to even
     assert run("fma.rn.f16 %o0, %a0, %a1, %a2;", h(3), h(5), h(0.5), out=np.uint16) == int(h(15.5))
-    assert run("mul.bf16x2 %o0, %a0, %a1;", np.uint32(0x3F804000), np.uint32(0x40003FC0)) == 0x40004040  # 1*2, 2*1.5
+    assert (
+        run("mul.bf16x2 %o0, %a0, %a1;", np.uint32(0x3F804000), np.uint32(0x40003FC0)) == 0x40004040
+    )  # 1*2, 2*1.5
     assert run("add.rn.f32.bf16 %o0, %a0, %a1;", np.uint16(0x3F80), F(2)) == BITS(3)
-    assert run("fma.rn.f32.bf16 %o0, %a0, %a1, %a2;", np.uint16(0x4000), np.uint16(0x4040), F(1)) == BITS(7)
+    assert run(
+        "fma.rn.f32.bf16 %o0, %a0, %a1, %a2;", np.uint16(0x4000), np.uint16(0x4040), F(1)
+    ) == BITS(7)
 
 
-@pytest.mark.parametrize("cmp,a,b,want", [("lt", 1, 2, 1), ("ltu", np.nan, 2, 1), ("eq", np.nan, np.nan, 0), ("ne", np.nan, 1, 0), ("neu", np.nan, 1, 1), ("num", 1, 2, 1), ("nan", np.nan, 1, 1), ("ge", 2, 2, 1)])
+@pytest.mark.parametrize(
+    "cmp,a,b,want",
+    [
+        ("lt", 1, 2, 1),
+        ("ltu", np.nan, 2, 1),
+        ("eq", np.nan, np.nan, 0),
+        ("ne", np.nan, 1, 0),
+        ("neu", np.nan, 1, 1),
+        ("num", 1, 2, 1),
+        ("nan", np.nan, 1, 1),
+        ("ge", 2, 2, 1),
+    ],
+)
 def test_setp_float(cmp, a, b, want):
-    (o,) = lanes(f"setp.{cmp}.f32 %q, %a0, %a1; selp.u32 %o0, 1, 0, %q;", [F(a), F(b)], decls=".reg .pred %q;\n")
+    (o,) = lanes(
+        f"setp.{cmp}.f32 %q, %a0, %a1; selp.u32 %o0, 1, 0, %q;",
+        [F(a), F(b)],
+        decls=".reg .pred %q;\n",
+    )
     assert (o == want).all()
 
 
 def test_testp_and_f64():
-    (o,) = lanes("testp.subnormal.f32 %q, %a0; selp.u32 %o0, 1, 0, %q;", [F(2.0**-130)], decls=".reg .pred %q;\n")
+    (o,) = lanes(
+        "testp.subnormal.f32 %q, %a0; selp.u32 %o0, 1, 0, %q;",
+        [F(2.0**-130)],
+        decls=".reg .pred %q;\n",
+    )
     assert o[0] == 1
     got = run("fma.rn.f64 %o0, %a0, %a0, %a0;", np.float64(1.1), out=np.uint64)
     assert np.uint64(got).view(np.float64) == pytest.approx(1.1 * 1.1 + 1.1, rel=1e-15)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import kernel, lanes, launch
+from emulator.harness import kernel, lanes, launch
 
 from flash_attn_mx import emulator
 
@@ -22,7 +22,16 @@ def test_vector_and_narrow_accesses():
     assert y[:4].tolist() == [15, 14, 13, 12] and y[4] == 0xFFFF and y[6:8].tolist() == [2, 3]
 
 
-@pytest.mark.parametrize("op,b,want", [("add.u32", 1, 32 + 7), ("max.u32", None, 31), ("min.u32", None, 0), ("or.b32", None, 31), ("inc.u32", 5, (7 + 32 - 2) % 6)])
+@pytest.mark.parametrize(
+    "op,b,want",
+    [
+        ("add.u32", 1, 32 + 7),
+        ("max.u32", None, 31),
+        ("min.u32", None, 0),
+        ("or.b32", None, 31),
+        ("inc.u32", 5, (7 + 32 - 2) % 6),
+    ],
+)
 def test_reductions(op, b, want):
     y = np.array([7], np.uint32)
     if op == "min.u32":
@@ -46,9 +55,20 @@ def test_atomics_return_the_old_value():
     assert sorted(z.tolist()) == list(range(0, 96, 3)) and y[0] == 5
 
 
-@pytest.mark.parametrize("mode,arg,clamp,want", [("idx", 5, 31, lambda i: 5), ("up", 1, 0, lambda i: max(i - 1, 0)), ("down", 2, 31, lambda i: i + 2 if i < 30 else i), ("bfly", 16, 31, lambda i: i ^ 16), ("idx", 1, 0x181F, lambda i: i // 8 * 8 + 1)])
+@pytest.mark.parametrize(
+    "mode,arg,clamp,want",
+    [
+        ("idx", 5, 31, lambda i: 5),
+        ("up", 1, 0, lambda i: max(i - 1, 0)),
+        ("down", 2, 31, lambda i: i + 2 if i < 30 else i),
+        ("bfly", 16, 31, lambda i: i ^ 16),
+        ("idx", 1, 0x181F, lambda i: i // 8 * 8 + 1),
+    ],
+)
 def test_shfl(mode, arg, clamp, want):
-    (o,) = lanes(f"shfl.sync.{mode}.b32 %o0|%q, %a0, {arg}, {clamp}, -1;", [LANE], decls=".reg .pred %q;\n")
+    (o,) = lanes(
+        f"shfl.sync.{mode}.b32 %o0|%q, %a0, {arg}, {clamp}, -1;", [LANE], decls=".reg .pred %q;\n"
+    )
     assert o.tolist() == [want(i) for i in range(32)]
 
 
@@ -56,7 +76,12 @@ def test_votes_match_redux_elect():
     body = """setp.lt.u32 %q, %a0, 3; vote.sync.ballot.b32 %o0, %q, -1; vote.sync.any.pred %r, %q, -1; selp.u32 %o1, 1, 0, %r;
     and.b32 %t, %a0, 1; match.any.sync.b32 %o2, %t, -1; redux.sync.add.u32 %o3, %a0, -1; elect.sync _|%r, -1; selp.u32 %o4, 1, 0, %r;"""
     o = lanes(body, [LANE], [np.uint32] * 5, ".reg .pred %q, %r; .reg .b32 %t;\n")
-    assert (o[0] == 7).all() and (o[1] == 1).all() and o[2][:2].tolist() == [0x55555555, 0xAAAAAAAA] and (o[3] == 496).all()
+    assert (
+        (o[0] == 7).all()
+        and (o[1] == 1).all()
+        and o[2][:2].tolist() == [0x55555555, 0xAAAAAAAA]
+        and (o[3] == 496).all()
+    )
     assert o[4].tolist() == [1] + [0] * 31
 
 
@@ -129,4 +154,8 @@ def test_mbarrier_and_bulk_copy(order):
         launch(text.replace("fence.proxy.async.shared::cta;", ""), [x, y], order=order)
     if order == "delayed":  # nobody waits for the copy: its data is not there
         with pytest.raises(emulator.EmulatorError, match=r"\[uninit\]"):
-            launch(text.replace("V: mbarrier.try_wait.parity.shared.b64 %q, [%a], 0; @!%q bra V;", ""), [x, y], order=order)
+            launch(
+                text.replace("V: mbarrier.try_wait.parity.shared.b64 %q, [%a], 0; @!%q bra V;", ""),
+                [x, y],
+                order=order,
+            )

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import HEADER, kernel, launch
+from emulator.harness import HEADER, kernel, launch
 
 from flash_attn_mx import emulator
 
@@ -53,9 +53,13 @@ def run_mma(kind, idesc, a, b, k_steps, swizzle="128B", sfa=None, sfb=None, **op
         p = "0" if i == 0 else "1"
         adv = f"add.s64 %a, %da, {2 * i}; add.s64 %b, %db, {2 * i};"
         if sfa is None:
-            steps.append(f"{adv} tcgen05.mma.cta_group::1.kind::{kind} [%tm], %a, %b, {idesc}, {p};")
+            steps.append(
+                f"{adv} tcgen05.mma.cta_group::1.kind::{kind} [%tm], %a, %b, {idesc}, {p};"
+            )
         else:
-            steps.append(f"{adv} tcgen05.mma.cta_group::1.kind::{kind}.block_scale [%tm], %a, %b, {idesc | i << 29 | i << 4}, [%tm+256], [%tm+260], {p};")
+            steps.append(
+                f"{adv} tcgen05.mma.cta_group::1.kind::{kind}.block_scale [%tm], %a, %b, {idesc | i << 29 | i << 4}, [%tm+256], [%tm+260], {p};"
+            )
     if sfa is not None:
         sf = """ld.param.u64 %p, [psf]; mbarrier.arrive.expect_tx.shared.b64 _, [%bar+16], 1024;
         cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%sf], [%p], 1024, [%bar+16];
@@ -63,8 +67,15 @@ def run_mma(kind, idesc, a, b, k_steps, swizzle="128B", sfa=None, sfb=None, **op
         cp = f"shr.u32 %r1, %sf, 4; cvt.u64.u32 %ds, %r1; or.b64 %ds, %ds, {1 << 46 | 8 << 32}; tcgen05.cp.cta_group::1.32x128b.warpx4 [%tm+256], %ds; add.s64 %ds, %ds, 32; tcgen05.cp.cta_group::1.32x128b.warpx4 [%tm+260], %ds;"
         steps.insert(0, cp)
         sf = "mbarrier.init.shared.b64 [%bar+16], 1;" + sf
-    text = MMA.replace("SFLOAD", sf).replace("KSTEPS", "\n".join(steps)).replace("DESC", str(desc)).replace("BYTES", str(192 * 128))
-    text = text.replace("LIST", ",".join(f"%r{i + 10}" for i in range(64))).replace("STORES", "\n".join(f"st.global.b32 [%d+{4 * i}], %r{i + 10};" for i in range(64)))
+    text = (
+        MMA.replace("SFLOAD", sf)
+        .replace("KSTEPS", "\n".join(steps))
+        .replace("DESC", str(desc))
+        .replace("BYTES", str(192 * 128))
+    )
+    text = text.replace("LIST", ",".join(f"%r{i + 10}" for i in range(64))).replace(
+        "STORES", "\n".join(f"st.global.b32 [%d+{4 * i}], %r{i + 10};" for i in range(64))
+    )
     d = torch.zeros(128, 64)
     scales = torch.zeros(1024, dtype=torch.uint8)
     if sfa is not None:
@@ -98,7 +109,10 @@ def test_bf16_mma(order):
 
 def test_fp8_mma_is_exact_for_small_integers():
     g = torch.Generator().manual_seed(2)
-    a, b = (torch.randint(-8, 9, (n, 128), generator=g).float().to(torch.float8_e4m3fn) for n in (128, 64))
+    a, b = (
+        torch.randint(-8, 9, (n, 128), generator=g).float().to(torch.float8_e4m3fn)
+        for n in (128, 64)
+    )
     d = run_mma("f8f6f4", 1 << 4 | 64 // 8 << 17 | 128 // 16 << 24, a, b, 4)
     assert torch.equal(d, a.float() @ b.float().T)
 
@@ -106,8 +120,14 @@ def test_fp8_mma_is_exact_for_small_integers():
 def test_mxfp8_mma_applies_each_scale_once():
     """Random scales per row and 32-block: a wrong id, column or replica changes the result."""
     g = torch.Generator().manual_seed(3)
-    a, b = (torch.randint(-4, 5, (n, 128), generator=g).float().to(torch.float8_e4m3fn) for n in (128, 64))
-    sfa, sfb = (torch.randint(124, 131, (128, 4), generator=g, dtype=torch.int32).to(torch.uint8) for _ in range(2))
+    a, b = (
+        torch.randint(-4, 5, (n, 128), generator=g).float().to(torch.float8_e4m3fn)
+        for n in (128, 64)
+    )
+    sfa, sfb = (
+        torch.randint(124, 131, (128, 4), generator=g, dtype=torch.int32).to(torch.uint8)
+        for _ in range(2)
+    )
     d = run_mma("mxf8f6f4", 1 << 23 | 64 // 8 << 17 | 128 // 16 << 24, a, b, 4, sfa=sfa, sfb=sfb)
     fa, fb = (torch.exp2(s.double() - 127).repeat_interleave(32, 1) for s in (sfa, sfb[:64]))
     assert torch.equal(d.double(), (a.double() * fa) @ (b.double() * fb).T)
@@ -122,7 +142,15 @@ def test_truncation_model():
     assert (run_mma("f16", idesc, a, b, 1, mma="fp64") == np.float32(1 + 15 * 2.0**-26)).all()
 
 
-@pytest.mark.parametrize("idesc,detail", [(1 << 4 | 1 << 7 | 1 << 10 | 8 << 17 | 3 << 24, "M = 48"), (1 << 4 | 1 << 7 | 1 << 10 | 8 << 24, "N = 0"), (3 << 4 | 8 << 17 | 8 << 24, "D type"), (1 << 2 | 8 << 17 | 8 << 24, "sparse")])
+@pytest.mark.parametrize(
+    "idesc,detail",
+    [
+        (1 << 4 | 1 << 7 | 1 << 10 | 8 << 17 | 3 << 24, "M = 48"),
+        (1 << 4 | 1 << 7 | 1 << 10 | 8 << 24, "N = 0"),
+        (3 << 4 | 8 << 17 | 8 << 24, "D type"),
+        (1 << 2 | 8 << 17 | 8 << 24, "sparse"),
+    ],
+)
 def test_illegal_instruction_descriptors(idesc, detail):
     a, b = torch.zeros(128, 64, dtype=torch.bfloat16), torch.zeros(64, 64, dtype=torch.bfloat16)
     with pytest.raises(emulator.EmulatorError, match=rf"\[idesc\].*{detail}"):
@@ -144,7 +172,9 @@ def test_tensor_memory_misuse(body, check):
         launch(kernel(body, 0, ALLOC), [])
 
 
-@pytest.mark.parametrize("shape,n,regs,unit", [("16x64b", 2, 2, 2), ("16x128b", 1, 2, 4), ("16x256b", 1, 4, 8)])
+@pytest.mark.parametrize(
+    "shape,n,regs,unit", [("16x64b", 2, 2, 2), ("16x128b", 1, 2, 4), ("16x256b", 1, 4, 8)]
+)
 def test_ld_shapes_place_registers(shape, n, regs, unit):
     """Stores lane*256+column with 32x32b, reads with the other shape: every register must come from its cell."""
     y = np.zeros(32 * regs, np.uint32)
@@ -154,7 +184,10 @@ def test_ld_shapes_place_registers(shape, n, regs, unit):
         body += f"mad.lo.u32 %r0, %l, 256, {c}; tcgen05.st.sync.aligned.32x32b.x1.b32 [%a+{c}], {{%r0}};\n"
     body += "tcgen05.wait::st.sync.aligned;\n"
     body += f"tcgen05.ld.sync.aligned.{shape}.x{n}.b32 {{{','.join(f'%r{i}' for i in range(regs))}}}, [%a];\n"
-    body += "".join(f"mad.lo.u32 %l, %laneid, {regs}, {i}; mad.wide.u32 %d, %l, 4, %p0; st.global.u32 [%d], %r{i};\n" for i in range(regs))
+    body += "".join(
+        f"mad.lo.u32 %l, %laneid, {regs}, {i}; mad.wide.u32 %d, %l, 4, %p0; st.global.u32 [%d], %r{i};\n"
+        for i in range(regs)
+    )
     body += "tcgen05.dealloc.cta_group::1.sync.aligned.b32 %a, 32;"
     launch(kernel(body, 1, ALLOC + ".reg .b32 %l; .reg .b64 %d;"), [y])
     cell = {
