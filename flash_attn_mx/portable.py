@@ -138,7 +138,7 @@ def _float_table(dtype: torch.dtype, device: torch.device) -> Tensor:
 def _heads_first(x: Tensor, nheads_k: int) -> Tensor:
     """(B, S, H, W) -> (B * Hkv, G, S, W)."""
     batch, seqlen, nheads, width = x.shape
-    x = x.view(batch, seqlen, nheads_k, nheads // nheads_k, width)
+    x = x.view(batch, seqlen, nheads_k, nheads // max(nheads_k, 1), width)
     return x.permute(0, 2, 3, 1, 4).reshape(batch * nheads_k, nheads // nheads_k, seqlen, width)
 
 
@@ -194,7 +194,7 @@ class _Shape:
 
     @property
     def groups(self) -> int:
-        return self.nheads // self.nheads_k
+        return self.nheads // max(self.nheads_k, 1)  # no heads: empty results
 
     @property
     def padded_q(self) -> int:

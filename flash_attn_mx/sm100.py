@@ -240,12 +240,19 @@ def emulate(
 
     ptx: a file instead of the installed one.   options: of emulator.Kernel.launch, such as order.
     """
-    record = record_of(problem, instance, ctas)
+    return emulate_record(record_of(problem, instance, ctas), problem, ptx, **options)
+
+
+def emulate_record(
+    record: dict, problem: Problem, ptx: Optional[Path] = None, **options
+) -> Optional["emulator.Report"]:
+    """emulate() of a record of the problem that record_of gave."""
     if record["grid"] == 0:
         return None
+    name = record["kernel"]
     if ptx is None:
-        ptx = next(row.ptx for row in _native.kernels() if row.name == instance.name)
-    return _emulated_kernel(ptx, instance.name).launch(
+        ptx = next(row.ptx for row in _native.kernels() if row.name == name)
+    return _emulated_kernel(ptx, name).launch(
         grid=record["grid"],
         cluster=record["cluster"],
         block=record["block"],

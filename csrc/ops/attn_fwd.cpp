@@ -30,6 +30,9 @@ constexpr int64_t kAlignment = 16;  // of addresses and strides, for TMA and bul
 constexpr int64_t kMaxTokens = int64_t{1} << 30;  // token arithmetic in the kernel is 32-bit
 constexpr double kLog2E = 1.4426950408889634;
 constexpr float kMinScale = 0x1p-126f;
+// What K and V of the heads in work may take of L2: half of a B200's 126 MB, whose two halves hold
+// copies of their own. untuned
+constexpr int64_t kL2Bytes = int64_t{63} << 20;
 
 int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
@@ -162,6 +165,14 @@ Shape shape_of(const View& q, const View& k, const View& v, const View& out, con
 
 int32_t window_side(int64_t side) { return int32_t(std::clamp<int64_t>(side, -1, kMaxTokens)); }
 
+// Query heads whose K and V fit L2 together, at least one.
+int32_t heads_at_once(const Shape& s) {
+  const int64_t key_head_bytes = std::max<int64_t>(1, 2 * s.max_k * s.head_dim);
+  const int64_t per_key_head = s.heads_k ? s.heads / s.heads_k : 1;
+  const int64_t fitting = std::max<int64_t>(1, kL2Bytes / key_head_bytes) * per_key_head;
+  return int32_t(std::clamp<int64_t>(fitting, 1, std::max<int64_t>(1, s.batch * s.heads)));
+}
+
 void set_scalars(AttnFwdParams& p, const Shape& s, double softmax_scale, int64_t left,
                  int64_t right) {
   p.batch = int32_t(s.batch), p.heads = int32_t(s.heads), p.head_dim = int32_t(s.head_dim);
@@ -172,6 +183,7 @@ void set_scalars(AttnFwdParams& p, const Shape& s, double softmax_scale, int64_t
   p.q_blocks = int32_t(blocks(s.max_q, fwd::kLaunchRows));
   p.scale_log2 = std::max(float(std::fabs(softmax_scale) * kLog2E), kMinScale);
   p.negate = softmax_scale < 0;
+  p.heads_at_once = heads_at_once(s);
 }
 
 void set_output(AttnFwdParams& p, const Shape& s, const View& out, Tensor lse) {

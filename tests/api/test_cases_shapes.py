@@ -509,3 +509,11 @@ def test_c24_unaligned_base_pointer(device, offset, dtype):
     want = attend(aligned, causal=True)
     for name, got in zip(want._fields, (out, lse, *gradients), strict=False):
         compare.assert_equal_bits(got, getattr(want, name), name)
+
+
+def test_c15_no_heads(device):
+    """Tensors without heads give empty results, forward and backward (it divided by zero)."""
+    q = torch.zeros(2, 5, 0, 32, device=device, requires_grad=True)
+    out, lse = famx.flash_attn_func(q, q, q, return_lse=True)
+    out.sum().backward()
+    assert (out.shape, lse.shape, q.grad.shape) == ((2, 5, 0, 32), (2, 0, 5), (2, 5, 0, 32))

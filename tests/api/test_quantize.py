@@ -311,11 +311,18 @@ def test_quantize_bad_input_raises(change, error, message):
         famx.quantize_mxfp8(**{"x": torch.zeros(4, 2, 8), **change})
 
 
+def native_message(message):
+    """What to match: before 2.13 torch replaces the text of a stable-ABI operator's exception."""
+    version = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
+    return message if version >= (2, 13) else None
+
+
 @needs_native
 @pytest.mark.parametrize("cu", [[1, 4], [0, 3, 2], [0, 5], [0, -1, 4]], ids=str)
 def test_native_refuses_bad_cu_seqlens_raises(cu):
     """The operator itself never reads outside x, even when called without the Python checks."""
-    with pytest.raises(RuntimeError, match="cu_seqlens: expected values rising from 0"):
+    message = native_message("cu_seqlens: expected values rising from 0")
+    with pytest.raises(RuntimeError, match=message):
         native(torch.zeros(4, 2, 8), "colwise", cu_seqlens=torch.tensor(cu, dtype=torch.int32))
 
 
@@ -331,5 +338,5 @@ def test_native_refuses_bad_cu_seqlens_raises(cu):
     ],
 )
 def test_native_bad_input_raises(args, message):
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=native_message(message)):
         native(*args)

@@ -6,7 +6,10 @@ from emulator.harness import lanes
 
 F = np.float32
 QNAN = 0x7FFFFFFF
-BITS = lambda x: int(np.float32(x).view(np.uint32))
+
+
+def BITS(x):
+    return int(np.float32(x).view(np.uint32))
 
 
 def run(line, *ins, out=np.uint32):
@@ -78,7 +81,9 @@ def test_f32x2_keeps_the_halves_apart():
 
 
 def test_half_and_bf16_arithmetic():
-    h = lambda x: np.float16(x).view(np.uint16)
+    def h(x):
+        return np.float16(x).view(np.uint16)
+
     assert run("add.f16 %o0, %a0, %a1;", h(2048), h(1), out=np.uint16) == int(
         h(2048)
     )  # tie to even

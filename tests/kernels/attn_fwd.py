@@ -32,8 +32,8 @@ class Params(ctypes.Structure):
         ),
         *((name, ctypes.c_int32) for name in ("window_left", "window_right", "q_blocks")),
         ("scale_log2", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("negate", "out_aligned")),
-        ("padding", ctypes.c_int32 * 2),  # the struct is a multiple of its alignment, 64
+        *((name, ctypes.c_int32) for name in ("negate", "out_aligned", "heads_at_once")),
+        ("padding", ctypes.c_int32 * 1),  # the struct is a multiple of its alignment, 64
     ]
 
 
@@ -91,7 +91,7 @@ def _atoms(scale, axis, cu, total, padding):
 
 def run(
     ptx: Path, ops: Operands, *, softmax_scale=None, window=(-1, -1), out_dtype=torch.float32, grid=1,
-    scale_padding=0xFF, max_q=None, max_k=None, **options,
+    scale_padding=0xFF, heads_at_once=2, max_q=None, max_k=None, **options,
 ):  # fmt: skip
     """Returns out, lse, emulator report."""
     head_dim = ops.q[0].shape[-1]
@@ -111,7 +111,10 @@ def run(
         scale, *window, out_dtype,
     )  # fmt: skip
     instance = sm100.find_instance(head_dim, out_dtype)
-    report = sm100.emulate(problem, instance, ctas=grid, ptx=ptx, **options)
+    record = sm100.record_of(problem, instance, grid)
+    params = Params.from_buffer_copy(record["params"])
+    params.heads_at_once = heads_at_once  # fewer than fit L2, so that there are several groups
+    report = sm100.emulate_record({**record, "params": bytes(params)}, problem, ptx, **options)
     return problem.out, problem.lse, report
 
 

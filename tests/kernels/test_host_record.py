@@ -90,6 +90,7 @@ def test_record_contents(batch, seqlen_q, seqlen_k, heads, heads_k, head_dim, wi
     assert (p.seqlen_q, p.seqlen_k, p.window_left, p.window_right) == (seqlen_q, seqlen_k, *window)
     assert (p.q_scale_tiles, p.k_scale_tiles) == (-(-seqlen_q // 128), -(-seqlen_k // 128))
     assert p.cu_seqlens_q is None or p.cu_seqlens_q == 0
+    assert p.heads_at_once == batch * heads  # far below what fits L2
     assert p.out_aligned == (head_dim * 2 % 16 == 0)
 
 

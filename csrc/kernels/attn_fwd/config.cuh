@@ -7,8 +7,8 @@
 // ROLES     warps | role     | regs | does
 //           0-3   | softmax0 |  224 | query tile 0, one thread per row: S -> P, SFP, row sums; O / l and LSE at the end
 //           4-7   | softmax1 |  224 | query tile 1
-//           8     | mma      |   64 | TMEM allocation, every tcgen05.cp and tcgen05.mma; clears V behind a sequence's end
-//           9     | load     |   64 | every TMA and bulk copy                       (10, 11 idle)
+//           8     | mma      |   56 | TMEM allocation, every tcgen05.cp and tcgen05.mma; clears V behind a sequence's end
+//           9     | load     |   56 | every TMA and bulk copy                       (10, 11 idle)
 //
 // TMEM      cols (D=128) | tensor | shape x type   | written by         | read by  | aliases
 //           0-127        | S0     | 128x128 f32    | mma                | softmax0 | -
@@ -62,12 +62,15 @@ constexpr int kLoadWarp = kMmaWarp + 1;
 constexpr int kWarps = 12;  // whole warpgroups: setmaxnreg works on four warps
 constexpr int kThreads = 32 * kWarps;
 constexpr int kSoftmaxRegisters = 224;
-constexpr int kOtherRegisters = 64;
+constexpr int kOtherRegisters = 56;
 static_assert(kTile == kRowThreads, "one thread per row");
 static_assert(kThreads == kLaunchThreads && kTiles * kTile == kLaunchRows, "launch.h");
+// setmaxnreg moves registers inside what the CTA got at its launch, where every thread gets the same multiple of 8:
+// an increase beyond that sum would wait for ever (PTX ISA 9.7.19.5).
+constexpr int kLaunchRegisters = 64 * 1024 / kThreads / 8 * 8;
 static_assert(kTiles * kRowThreads * kSoftmaxRegisters +
                       (kThreads - kTiles * kRowThreads) * kOtherRegisters <=
-                  64 * 1024,
+                  kThreads * kLaunchRegisters,
               "register file");
 
 // Pairs of keys, of the 64 pairs of a row, whose exp2 runs on the FMA pipe instead of the MUFU. Untuned: chosen so that
@@ -145,11 +148,14 @@ struct Work {
   FAMX_DEVICE int keys(int key_tile) const { return min(seqlen_k - key_tile * kTile, kTile); }
 
   FAMX_DEVICE Work(const AttnFwdParams& p, int item) {
-    // Heads that share K and V are neighbours, so that they meet in L2; long tiles (causal) come first.
-    int block = p.q_blocks - 1 - item / (p.heads * p.batch);
-    int rest = item % (p.heads * p.batch);
-    batch = rest / p.heads;
-    head = rest % p.heads;
+    const int total = p.heads * p.batch;
+    const int group = item / (p.q_blocks * p.heads_at_once) * p.heads_at_once;  // its first head
+    const int in_group = min(p.heads_at_once, total - group);
+    const int rest = item - group * p.q_blocks;
+    const int block = p.q_blocks - 1 - rest / in_group;
+    const int global_head = group + rest % in_group;
+    batch = global_head / p.heads;
+    head = global_head % p.heads;
     row = block * kTiles * kTile;
     seqlen_q = p.seqlen_q, seqlen_k = p.seqlen_k;
     q_start = k_start = 0;
