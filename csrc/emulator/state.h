@@ -94,6 +94,7 @@ struct AsyncOp {
     uint32_t cta, lo, hi;  // shared bytes that it still reads
   };
   std::vector<Range> reads;
+  bool signal_only = false;  // a commit: harmless if a CTA exits before it
 };
 
 struct BulkGroups {  // per thread: bulk_group bookkeeping; values = operations not yet performed

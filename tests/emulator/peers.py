@@ -133,8 +133,9 @@ def fill(item, seed=0, spread=2):
         sf = e.to(torch.uint8)
         if i < 2:
             atoms = sf_atoms(sf)
-        else:  # V: rows are the D of one 128-row tile of keys
-            atoms = torch.cat([sf_atoms(sf[..., 4 * t : 4 * t + 4]).reshape(b, h, 1, -1) for t in range(s // 128)], 2)
+        else:  # V: rows are D, one atom per 128 of them and 128 keys; D > 128 has its halves outermost
+            parts = [sf[:, :, r : r + 128] for r in range(0, d, 128)]
+            atoms = torch.stack([torch.cat([sf_atoms(x[..., 4 * t : 4 * t + 4]).reshape(b, h, 1, -1) for t in range(s // 128)], 2) for x in parts])
         item.view(name).copy_(atoms.reshape(item.view(name).shape))
     for name in item.tensors:
         if "descale" in name or name in ("scale_o",):
