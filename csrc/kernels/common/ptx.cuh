@@ -77,6 +77,33 @@ FAMX_DEVICE int opaque(int x) {
   return x;
 }
 
+// Largest of the warp's values, in every lane. Bits of non-negative floats are ordered as the floats are, NaN on top.
+FAMX_DEVICE uint32_t warp_max(uint32_t x) {
+  uint32_t d;
+  asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(d) : "r"(x));
+  return d;
+}
+
+// --- device-scope order between CTAs --------------------------------------------------------------
+
+FAMX_DEVICE int load_acquire(const int* global) {
+  int v;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(global) : "memory");
+  return v;
+}
+
+// Release of what this thread did, and of what it has seen others do through a CTA barrier.
+FAMX_DEVICE void add_release(int* global, int x) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(global), "r"(x) : "memory");
+}
+
+// Four fp32 sums in the L2; 16-byte aligned, no order among threads.
+FAMX_DEVICE void add_global_v4(float* global, float x, float y, float z, float w) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(x), "f"(y),
+               "f"(z), "f"(w)
+               : "memory");
+}
+
 // Volatile, so that it stays where it is written.
 FAMX_DEVICE float4 load_shared(uint32_t smem) {
   float4 v;
@@ -268,6 +295,12 @@ FAMX_DEVICE float max_nan(float a, float b) {
 FAMX_DEVICE float max_nan(float a, float b, float c) {
   float d;
   asm("max.NaN.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(a), "f"(b), "f"(c));
+  return d;
+}
+
+FAMX_DEVICE float min_nan(float a, float b) {
+  float d;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
   return d;
 }
 
