@@ -77,15 +77,11 @@ struct Compute {
 
   template <bool kMasked>
   FAMX_DEVICE void step(uint32_t parity, int tile) {
-    int begin = 0, seen = kHalfQueries;
-    if constexpr (kMasked) {
-      // Queries [begin, begin + seen) of the half see the key.
-      const Work work(p, ptx::opaque(blockIdx.x));
-      const int k = work.key_tile * kTile + key, base = tile * kTile + half * kHalfQueries;
-      begin = max(work.window.first_query(k) - base, 0);
-      seen = max(min(work.window.end_query(k) - base, kHalfQueries) - begin, 0);
-    }
-    const auto visible = [&](int query) { return !kMasked || uint32_t(query - begin) < uint32_t(seen); };
+    // Bit i of word b: query 32 b + i of the half sees the key. (As comparisons, ptxas would keep those of the first
+    // pass for the second, in memory.)
+    uint32_t mask[kHalfBlocks] = {};
+    if constexpr (kMasked) visible_queries(mask, tile);
+    const auto visible = [&](int query) { return !kMasked || (mask[query / kBlock] >> query % kBlock & 1) != 0; };
     const uint32_t stat =
         smem + C::kStats + stats.stage * 2 * C::kStatBytes + half * kHalfQueries * uint32_t(sizeof(float));
     ptx::mbarrier_wait(barrier_at(smem + C::kStatsFull, stats.stage), stats.parity);
@@ -123,7 +119,6 @@ struct Compute {
     ptx::mbarrier_wait(smem + C::kDPFull, parity);
     uint32_t ds[kHalfBlocks][32];
     load(ds, C::kDP, C::kDPLoaded);
-    if constexpr (kMasked) asm volatile("" : "+r"(begin));  // else predicates of the first pass are kept, in memory
     bytes = 0;
 #pragma unroll
     for (int b = 0; b < kHalfBlocks; ++b) {
@@ -156,6 +151,19 @@ struct Compute {
     arrive(C::kDSFull);
   }
 
+  FAMX_DEVICE void visible_queries(uint32_t (&mask)[kHalfBlocks], int tile) const {
+    const Work work(p, ptx::opaque(blockIdx.x));
+    const int k = work.key_tile * kTile + key;
+    const int first = work.window.first_query(k), end = work.window.end_query(k);
+#pragma unroll
+    for (int b = 0; b < kHalfBlocks; ++b) {
+      const int base = tile * kTile + half * kHalfQueries + b * kBlock;
+      mask[b] = below(end - base) & ~below(first - base);
+    }
+  }
+  // Bits 0 .. n - 1.
+  static FAMX_DEVICE uint32_t below(int n) { return n <= 0 ? 0 : n >= 32 ? ~0u : (1u << n) - 1; }
+
   // Two scale bytes of the key's row.
   FAMX_DEVICE void store_scales(uint32_t atom, uint32_t bytes) {
     asm volatile("st.shared.b16 [%0], %1;" ::"r"(smem + atom + scale_word_offset(key) + half * kHalfBlocks),
@@ -170,11 +178,12 @@ struct Compute {
 
   // 64 queries of the key's row of ds, and the scales by query: lane = query of a block, byte = block of keys.
   FAMX_DEVICE void store_ds(const uint32_t (&payload)[kHalfBlocks * 8], uint32_t bytes) {
-    const uint32_t row = smem + C::kDs + key * kTile;
+    constexpr int kChunks = kHalfQueries / 16;
+    // The 128-byte swizzle: chunk c of row r lies at c ^ r % 8.
+    const uint32_t first = smem + C::kDs + key * kTile + 16 * (half * kChunks ^ (key & 7));
 #pragma unroll
-    for (int i = 0; i < kHalfQueries / 16; ++i) {
-      const uint32_t chunk = (half * (kHalfQueries / 16) + i) ^ (key & 7);  // the 128-byte swizzle
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(row + 16 * chunk), "r"(payload[4 * i]),
+    for (int i = 0; i < kChunks; ++i) {
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(first ^ 16 * i), "r"(payload[4 * i]),
                    "r"(payload[4 * i + 1]), "r"(payload[4 * i + 2]), "r"(payload[4 * i + 3])
                    : "memory");
     }

@@ -78,8 +78,8 @@ constexpr int kLoadWarp = kMmaWarp + 1;
 constexpr int kWarps = 16;  // whole warpgroups: setmaxnreg works on four warps
 constexpr int kThreads = 32 * kWarps;
 constexpr int kReduceThreads = 32 * kReduceWarps;
-constexpr int kComputeRegisters = 184;
-constexpr int kOtherRegisters = 72;
+constexpr int kComputeRegisters = 168;
+constexpr int kOtherRegisters = 88;
 static_assert(32 * (kComputeWarps * kComputeRegisters + (kWarps - kComputeWarps) * kOtherRegisters) <= 64 * 1024,
               "register file");
 

@@ -40,8 +40,7 @@ FAMX_DEVICE void init_barriers(uint32_t smem) {
 template <class C, class Grad>
 FAMX_DEVICE void run(const AttnBwdParams& p) {
   extern __shared__ uint8_t smem_raw[];
-  const Work work(p, blockIdx.x);
-  if (work.keys() <= 0) return;  // packed: the sequence is shorter than the longest one
+  if (Work(p, blockIdx.x).keys() <= 0) return;  // packed: the sequence is shorter than the longest one
   const uint32_t raw = ptx::smem_address(smem_raw);
   const uint32_t smem = (raw + 1023) / 1024 * 1024;
   // From a lane-0 broadcast, so that the compiler knows that it is the same in the whole warp.
@@ -67,11 +66,13 @@ FAMX_DEVICE void run(const AttnBwdParams& p) {
 
   if (warp < kReduceWarp) {
     ptx::raise_registers<kComputeRegisters>();
+    const Work work(p, ptx::opaque(blockIdx.x));
     Compute<C> compute(p, work, smem, tmem, warp);
     compute.run(work);
     Epilogue<C, Grad>{p, work}.run(compute.tmem, compute.half, compute.key);
   } else {
     ptx::lower_registers<kOtherRegisters>();
+    const Work work(p, ptx::opaque(blockIdx.x));
     if (warp < kMmaWarp) {
       const int row = threadIdx.x - 32 * kReduceWarp;
       Reduce<C>{p, work, smem, tmem + ((warp % 4) * 32 << 16), row}.run();
