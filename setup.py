@@ -419,7 +419,12 @@ class Build:
         self.graph = Ninja()
         self.products = {}  # path in self.target -> path in WORK
         self.optional = []  # members of self.products that an installation can do without
-        self.host = {"native": False, "emulator": False, "machine": platform.machine()}
+        self.host = {
+            "native": False,
+            "reason": "",
+            "emulator": False,
+            "machine": platform.machine(),
+        }
         self.device = {"archs": [], "reason": ""}
         self.kernels = []
 
@@ -526,7 +531,11 @@ class Build:
         keep_going = [] if self.strict or not self.optional else ["-k", "0"]
         if subprocess.run([*command, *keep_going], env=environment).returncode == 0:
             return
-        required = [str(path) for name, path in self.products.items() if name not in self.optional]
+        required = [
+            str(path.relative_to(WORK))
+            for name, path in self.products.items()
+            if name not in self.optional
+        ]
         done = keep_going and required
         if not done or subprocess.run([*command, *required], env=environment).returncode:
             raise BuildError("a compile step failed; its output is above")

@@ -7,6 +7,7 @@ from typing import Optional
 
 COMMANDS = {
     "info": "versions, devices, usable backends, what was built",
+    "support": "the support matrix, found by trying",
     "demo": "MXFP8 attention in a real encoder, in training, and against other formats",
     "validate": "check the device code of this installation",
     "study": "compare kernels and numerics",

@@ -31,8 +31,15 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, 3 if packed else 4, layout)
     if q.dtype not in INPUT_DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
-        expected = "one dtype out of bfloat16, float16, float32 (fp8 operands go to flash_attn_mx_func)"
-        fail(TypeError, "q, k, v", expected, "/".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v)))
+        expected = (
+            "one dtype out of bfloat16, float16, float32 (fp8 operands go to flash_attn_mx_func)"
+        )
+        fail(
+            TypeError,
+            "q, k, v",
+            expected,
+            "/".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v)),
+        )
     if k.device != q.device or v.device != q.device:
         fail(ValueError, "q, k, v", "one device", ", ".join(str(x.device) for x in (q, k, v)))
     check_head_shapes(q.shape, k.shape, v.shape, packed)
@@ -51,12 +58,18 @@ def check_head_shapes(q: Sequence[int], k: Sequence[int], v: Sequence[int], pack
         if x[-1] != q[-1]:
             fail(ValueError, name, f"the head_dim of q, {q[-1]}", x[-1])
     if not 1 <= q[-1] <= MAX_HEAD_DIM:
-        expected = f"1 to {MAX_HEAD_DIM} (larger heads: torch.nn.functional.scaled_dot_product_attention)"
+        expected = (
+            f"1 to {MAX_HEAD_DIM} (larger heads: torch.nn.functional.scaled_dot_product_attention)"
+        )
         fail(ValueError, "head_dim", expected, q[-1])
 
 
 def check_window(window_size: object) -> tuple[int, int]:
-    if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2 and all(map(_is_int, window_size))):
+    if not (
+        isinstance(window_size, (tuple, list))
+        and len(window_size) == 2
+        and all(map(_is_int, window_size))
+    ):
         fail(TypeError, "window_size", "(left, right), two ints", repr(window_size))
     left, right = window_size
     if left < -1 or right < -1:
@@ -80,7 +93,9 @@ def check_cu_seqlens(name: str, cu: object, q: Tensor, max_name: str, max_seqlen
         fail(ValueError, max_name, ">= 0", max_seqlen)
 
 
-def check_cu_values(name: str, cu: Sequence[int], total: int, max_name: str, max_seqlen: int) -> None:
+def check_cu_values(
+    name: str, cu: Sequence[int], total: int, max_name: str, max_seqlen: int
+) -> None:
     """Checks the offsets themselves (host values)."""
     if cu[0] != 0:
         fail(ValueError, name, "0 as the first offset", cu[0])
@@ -97,7 +112,9 @@ def check_cu_values(name: str, cu: Sequence[int], total: int, max_name: str, max
 def check_softmax_scale(softmax_scale: Optional[float], head_dim: int) -> float:
     if softmax_scale is None:
         return head_dim**-0.5
-    if not isinstance(softmax_scale, (int, float, torch.SymFloat)) or isinstance(softmax_scale, bool):
+    if not isinstance(softmax_scale, (int, float, torch.SymFloat)) or isinstance(
+        softmax_scale, bool
+    ):
         fail(TypeError, "softmax_scale", "a float or None", type(softmax_scale).__name__)
     if softmax_scale != softmax_scale or abs(softmax_scale) == float("inf"):
         fail(ValueError, "softmax_scale", "a finite number", softmax_scale)

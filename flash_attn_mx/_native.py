@@ -31,6 +31,8 @@ CAPABILITIES = {
 # Tests of the build itself, which serve no user call.
 PROBES = ("toolchain_probe",)
 
+_ROW = ("name", "arch", "ptx", "fatbin")
+
 
 class Status(NamedTuple):
     """Whether the C++ operators are in use; reason (for people) and detail (the loader's words) if not."""
@@ -63,12 +65,13 @@ def _torch_version() -> Optional[tuple[int, int]]:
 @functools.lru_cache(maxsize=None)
 def manifest() -> dict:
     """What the build made: {"host": {...}, "device": {...}, "kernels": [...]}; all empty where unknown."""
-    content = {}
+    empty = {"host": {}, "device": {}, "kernels": []}
     try:
-        content = json.loads((DEVICE / "manifest.json").read_text())
-    except (OSError, ValueError):
-        pass
-    return {"host": {}, "device": {}, "kernels": [], **content}
+        content = {**empty, **json.loads((DEVICE / "manifest.json").read_text())}
+        rows = all(isinstance(row[key], str) for row in content["kernels"] for key in _ROW)
+        return content if rows and isinstance(content["host"], dict) else empty
+    except (OSError, ValueError, TypeError, KeyError):
+        return empty
 
 
 def _try_load() -> Status:
@@ -87,7 +90,10 @@ def _try_load() -> Status:
     except (OSError, RuntimeError, ImportError) as error:
         built = manifest()["host"].get("torch_headers", "unknown")
         reason = f"built against torch {built}, does not load under torch {torch.__version__}"
-        return Status(False, reason, str(error))
+        # torch's own words hide the dynamic loader's, which name the symbol or library.
+        return Status(
+            False, reason, f"{error}: {error.__cause__}" if error.__cause__ else str(error)
+        )
     return Status(True)
 
 

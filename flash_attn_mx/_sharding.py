@@ -21,7 +21,12 @@ def _spread(placement, args, present: int):
 
 
 def _quantize(x, axis, rounding, dtype, cu_seqlens):
-    rules = [([Replicate(), Replicate()], [Replicate(), None, None, None, None if cu_seqlens is None else Replicate()])]
+    rules = [
+        (
+            [Replicate(), Replicate()],
+            [Replicate(), None, None, None, None if cu_seqlens is None else Replicate()],
+        )
+    ]
     if cu_seqlens is None:
         # (B, S, H, D), (T, H, D) or (rows, cols): heads are the last dimension but one, batch is the first of four.
         ndim = len(x.shape)
@@ -59,7 +64,9 @@ def check_placements(*tensors) -> None:
     """Refuses sequence and head_dim sharding with guidance, before DTensor would silently gather."""
     for name, x in zip("qkv", tensors):
         for placement in getattr(x, "placements", ()):
-            if isinstance(placement, Shard) and placement.dim % x.dim() not in ((0, 2) if x.dim() == 4 else ()):
+            if isinstance(placement, Shard) and placement.dim % x.dim() not in (
+                (0, 2) if x.dim() == 4 else ()
+            ):
                 raise ValueError(
                     f"{name}: expected a DTensor that is replicated or sharded on batch (0) or heads (2), got {x.placements}; "
                     "for a sharded sequence gather k and v first (ring attention can merge partial results by the lse)"

@@ -89,6 +89,16 @@ def set_fallback(fallback: str) -> None:
     if fallback not in FALLBACKS:
         fail(ValueError, "fallback", f"one of {FALLBACKS}", repr(fallback))
     _settings.fallback = fallback
+    forget_warnings()
+
+
+def get_fallback() -> str:
+    """What set_fallback chose."""
+    return _settings.fallback
+
+
+def forget_warnings() -> None:
+    """Lets every reason be announced once more."""
     _warned.clear()
 
 
@@ -108,12 +118,18 @@ def _outlier(x: Tensor) -> float:
     return float(x.abs().amax() / x.square().mean().sqrt().clamp_(min=1e-30))
 
 
-def _high_precision_reasons(tensors: dict[str, Tensor], max_seqlen_k: int, attn_mask: bool, dropout_p: float) -> list[Reason]:
+def _high_precision_reasons(
+    tensors: dict[str, Tensor], max_seqlen_k: int, attn_mask: bool, dropout_p: float
+) -> list[Reason]:
     policy, reasons = _settings.policy, []
     if attn_mask:
-        reasons.append(Reason("attn_mask", "attn_mask was given, which the MXFP8 paths do not take"))
+        reasons.append(
+            Reason("attn_mask", "attn_mask was given, which the MXFP8 paths do not take")
+        )
     if dropout_p:
-        reasons.append(Reason("dropout", f"dropout_p = {dropout_p}, which the MXFP8 paths do not apply"))
+        reasons.append(
+            Reason("dropout", f"dropout_p = {dropout_p}, which the MXFP8 paths do not apply")
+        )
     if max_seqlen_k < policy.min_seqlen_k:
         bound = f"the policy's min_seqlen_k = {policy.min_seqlen_k}"
         reasons.append(Reason("short", f"{max_seqlen_k} keys are fewer than {bound}"))
@@ -122,17 +138,24 @@ def _high_precision_reasons(tensors: dict[str, Tensor], max_seqlen_k: int, attn_
             ratio = _outlier(x)
             if ratio > policy.max_outlier:
                 bound = f"the policy's max_outlier = {policy.max_outlier:g}"
-                reasons.append(Reason("outlier", f"amax/rms of {name} is {ratio:.4g}, above {bound}"))
+                reasons.append(
+                    Reason("outlier", f"amax/rms of {name} is {ratio:.4g}, above {bound}")
+                )
     return reasons
 
 
 def _no_kernel_reason(device: torch.device) -> Reason:
     """Why the sm_100 kernels do not serve tensors on this device."""
     if device.type != "cuda" or torch.version.cuda is None:
-        return Reason("device", f"the tensors are on {device.type}; the sm_100 kernels need a CUDA device of capability 10.x")
+        return Reason(
+            "device",
+            f"the tensors are on {device.type}; the sm_100 kernels need a CUDA device of capability 10.x",
+        )
     major, minor = torch.cuda.get_device_capability(device)
     if major != 10:
-        return Reason("capability", f"{device} has capability {major}.{minor}; the sm_100 kernels need 10.x")
+        return Reason(
+            "capability", f"{device} has capability {major}.{minor}; the sm_100 kernels need 10.x"
+        )
     return Reason("not_built", "this version contains no sm_100 attention kernel")
 
 
@@ -155,11 +178,15 @@ def plan(
         return Plan("portable", _KERNELS["portable"], (_no_kernel_reason(device),))
     hard = [reason for reason in high_precision if reason.code in ("attn_mask", "dropout")]
     if hard:
-        raise NotImplementedError(f"backend {requested!r}: {'; '.join(reason.text for reason in hard)}")
+        raise NotImplementedError(
+            f"backend {requested!r}: {'; '.join(reason.text for reason in hard)}"
+        )
     if requested == "portable":
         return Plan("portable", _KERNELS["portable"])
     if requested == "emulator":
-        raise NotImplementedError("backend 'emulator': this version contains no sm_100 attention kernel to emulate")
+        raise NotImplementedError(
+            "backend 'emulator': this version contains no sm_100 attention kernel to emulate"
+        )
     raise NotImplementedError(f"backend 'sm100': {_no_kernel_reason(device).text}")
 
 
@@ -169,7 +196,9 @@ def announce(chosen: Plan) -> None:
         return
     if _settings.fallback == "error":
         text = "; ".join(reason.text for reason in chosen.reasons)
-        raise RuntimeError(f"flash_attn_mx would fall back to {chosen.backend}: {text} (set_fallback is 'error')")
+        raise RuntimeError(
+            f"flash_attn_mx would fall back to {chosen.backend}: {text} (set_fallback is 'error')"
+        )
     if torch.compiler.is_compiling():
         return
     for reason in chosen.reasons:

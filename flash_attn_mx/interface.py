@@ -9,6 +9,7 @@ from . import dispatch, ops
 from ._errors import (
     INPUT_DTYPES,
     check_cu_seqlens,
+    check_cu_values,
     check_head_shapes,
     check_qkv,
     check_softmax_scale,
@@ -61,15 +62,30 @@ def flash_attn_func(
     """
     q, k, v = _autocast(q, k, v)
     check_qkv(q, k, v, packed=False)
-    window = _window(causal, window_size)
+    window = _window(causal, window_size, q.shape[1], k.shape[1])
     scale = check_softmax_scale(softmax_scale, q.shape[-1])
     _check_options(deterministic, return_lse, rounding, dout_dtype, dropout_p, attn_mask)
-    chosen = dispatch.plan({"q": q, "k": k, "v": v}, k.shape[1], attn_mask is not None, dropout_p, backend)
+    chosen = dispatch.plan(
+        {"q": q, "k": k, "v": v}, k.shape[1], attn_mask is not None, dropout_p, backend
+    )
     dispatch.announce(chosen)
     if chosen.backend == "high_precision":
         out, lse = _high_precision(q, k, v, scale, window, attn_mask, dropout_p, return_lse)
     else:
-        out, lse = _attention(q, k, v, None, None, q.shape[1], k.shape[1], scale, window, deterministic, rounding, dout_dtype)
+        out, lse = _attention(
+            q,
+            k,
+            v,
+            None,
+            None,
+            q.shape[1],
+            k.shape[1],
+            scale,
+            window,
+            deterministic,
+            rounding,
+            dout_dtype,
+        )
     return (out, lse) if return_lse else out
 
 
@@ -100,7 +116,7 @@ def flash_attn_varlen_func(
       max_seqlen_q, max_seqlen_k: ints, at least the longest sequence.
       The others as in flash_attn_func; masks are aligned bottom-right in each sequence.
     Returns: out (Tq, H, D); with return_lse also lse (H, Tq).
-    Raises: as flash_attn_func. Offsets are checked on the host where the portable path runs.
+    Raises: as flash_attn_func. Offsets are looked at on the CPU and on the portable path; kernels on a GPU trust them.
     """
     q, k, v = _autocast(q, k, v)
     check_qkv(q, k, v, packed=True)
@@ -109,7 +125,18 @@ def flash_attn_varlen_func(
     if cu_seqlens_k.shape != cu_seqlens_q.shape:
         expected = f"{cu_seqlens_q.shape[0]} offsets, as cu_seqlens_q"
         fail(ValueError, "cu_seqlens_k", expected, f"{cu_seqlens_k.shape[0]} offsets")
-    window = _window(causal, window_size)
+    if (
+        type(cu_seqlens_q) is Tensor
+        and q.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+    ):
+        check_cu_values(
+            "cu_seqlens_q", cu_seqlens_q.tolist(), q.shape[0], "max_seqlen_q", max_seqlen_q
+        )
+        check_cu_values(
+            "cu_seqlens_k", cu_seqlens_k.tolist(), k.shape[0], "max_seqlen_k", max_seqlen_k
+        )
+    window = _window(causal, window_size, max_seqlen_q, max_seqlen_k)
     scale = check_softmax_scale(softmax_scale, q.shape[-1])
     _check_options(deterministic, return_lse, rounding, dout_dtype)
     chosen = dispatch.plan({"q": q, "k": k, "v": v}, max_seqlen_k, backend=backend)
@@ -155,7 +182,7 @@ def flash_attn_mx_func(
         if x.data.device != q.data.device:
             fail(ValueError, name, f"the device of q, {q.data.device}", x.data.device)
     check_head_shapes(q.shape, k.shape, v.shape, packed=False)
-    window = _window(causal, window_size)
+    window = _window(causal, window_size, q.shape[1], k.shape[1])
     masked = window != (-1, -1)
     if masked and v.axis == "colwise":
         expected = "axis 'rowwise' or 'tokenwise' with causal or window_size, since colwise scales mix tokens"
@@ -195,7 +222,7 @@ def explain(
     """
     q, k, v = _autocast(q, k, v)
     check_qkv(q, k, v, packed=q.dim() == 3)
-    _window(causal, window_size)
+    check_window(window_size)
     keys = k.shape[-3] if max_seqlen_k is None else max_seqlen_k
     return dispatch.plan({"q": q, "k": k, "v": v}, keys, attn_mask is not None, dropout_p, backend)
 
@@ -206,15 +233,26 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in INPUT_DTYPES else x for x in tensors)
+    return tuple(
+        x.to(dtype) if isinstance(x, Tensor) and x.dtype in INPUT_DTYPES else x for x in tensors
+    )
 
 
-def _window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
+def _window(
+    causal: bool, window_size: tuple[int, int], seqlen_q: int, seqlen_k: int
+) -> tuple[int, int]:
+    """(left, right) with causal folded in, and -1 for a side that no row of that many queries and keys is cut by."""
     left, right = check_window(window_size)
-    return (left, 0) if causal else (left, right)
+    if left >= 0 and left >= seqlen_k - 1:
+        left = -1
+    if causal:
+        return left, 0
+    return left, -1 if right >= 0 and right >= seqlen_q - 1 else right
 
 
-def _check_options(deterministic, return_lse, rounding, dout_dtype, dropout_p=0.0, attn_mask=None) -> None:
+def _check_options(
+    deterministic, return_lse, rounding, dout_dtype, dropout_p=0.0, attn_mask=None
+) -> None:
     if rounding not in ROUNDINGS:
         fail(ValueError, "rounding", f"one of {ROUNDINGS}", repr(rounding))
     if dout_dtype not in EMAX:
@@ -237,7 +275,9 @@ def _requantised(x: MXTensor, axis: str) -> MXTensor:
 # --- autograd -------------------------------------------------------------------------------------------------
 
 
-def _attention(q, k, v, cu_q, cu_k, max_q, max_k, scale, window, deterministic, rounding, dout_dtype):
+def _attention(
+    q, k, v, cu_q, cu_k, max_q, max_k, scale, window, deterministic, rounding, dout_dtype
+):
     """(out, lse) through the MXFP8 operators, with a graph where one is wanted."""
     if not (type(q) is type(k) is type(v) is Tensor):
         ops.prepare_dtensors(q, k, v)
@@ -260,7 +300,9 @@ def _distinct(x: Tensor, *others: Tensor) -> Tensor:
 
 def _quantise_forward(q, k, v, cu_k, window, rounding):
     """The operands of `fwd`: q, k rowwise, v colwise, and v tokenwise where a mask cuts tiles."""
-    token = _OPS.quantize(v, "tokenwise", rounding, _E4M3, None) if window != (-1, -1) else (None, None)
+    token = (
+        _OPS.quantize(v, "tokenwise", rounding, _E4M3, None) if window != (-1, -1) else (None, None)
+    )
     return (
         *_OPS.quantize(q, "rowwise", rounding, _E4M3, None),
         *_OPS.quantize(k, "rowwise", rounding, _E4M3, None),
@@ -273,10 +315,16 @@ class _Attention(torch.autograd.Function):
     """Saves the quantised operands, out and lse; the incoming gradient is quantised in backward."""
 
     @staticmethod
-    def forward(q, k, v, cu_q, cu_k, max_q, max_k, scale, left, right, deterministic, rounding, dout_dtype):
+    def forward(
+        q, k, v, cu_q, cu_k, max_q, max_k, scale, left, right, deterministic, rounding, dout_dtype
+    ):
         operands = _quantise_forward(q, k, v, cu_k, (left, right), rounding)
         out, lse = _OPS.fwd(*operands, cu_q, cu_k, max_q, max_k, scale, left, right, q.dtype)
-        token = operands[6:] if operands[6] is not None else _OPS.quantize(v, "tokenwise", rounding, _E4M3, None)
+        token = (
+            operands[6:]
+            if operands[6] is not None
+            else _OPS.quantize(v, "tokenwise", rounding, _E4M3, None)
+        )
         q_col = _OPS.quantize(q, "colwise", rounding, _E4M3, cu_q)
         k_col = _OPS.quantize(k, "colwise", rounding, _E4M3, cu_k)
         return (out, lse, *operands[:2], *q_col, *operands[2:4], *k_col, *token)
@@ -316,7 +364,9 @@ class _Attention(torch.autograd.Function):
 def _high_precision(q, k, v, scale, window, attn_mask, dropout_p, return_lse):
     """torch SDPA on the unquantised inputs, with this library's masks; (out, None)."""
     if return_lse:
-        raise NotImplementedError("return_lse is not available on the high-precision path; pass backend='portable'")
+        raise NotImplementedError(
+            "return_lse is not available on the high-precision path; pass backend='portable'"
+        )
     batch, seqlen_q, nheads, _ = q.shape
     seqlen_k = k.shape[1]
     mask = attn_mask
@@ -329,7 +379,9 @@ def _high_precision(q, k, v, scale, window, attn_mask, dropout_p, return_lse):
         if mask is None:
             mask = seen
         else:
-            mask = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
+            mask = (
+                mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
+            )
     out = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
         attn_mask=mask, dropout_p=dropout_p, scale=scale, enable_gqa=nheads != k.shape[2],

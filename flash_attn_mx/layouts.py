@@ -1,20 +1,25 @@
 """Orders of MX scale bytes in memory: `plain` (one byte per block, row-major) and `swizzled128x4`.
 
-`swizzled128x4` is the order that the block-scaled tensor-core MMA loads (cuBLAS, cuDNN F8_128x4, torch SWIZZLE_32_4_4,
-torchao to_blocked, CUTLASS Sm1xxBlockScaledConfig): rows are padded to 128, columns to 4, and byte (r, c) lies at
+`swizzled128x4` is the order that the block-scaled tensor-core MMA loads (cuBLAS, cuDNN F8_128x4,
+torch SWIZZLE_32_4_4, torchao to_blocked, CUTLASS Sm1xxBlockScaledConfig): rows are padded to 128,
+columns to 4, and byte (r, c) lies at
 
     ((r/128)*(W/4) + c/4)*512 + (r%32)*16 + ((r/32)%4)*4 + c%4        with W = columns padded to 4
 
-A row is an index that the MMA does not contract, a column is one block of 32 contracted values. For attention operands
-every (batch, head) has its own buffer, padded on its own, so that a 128-row tile never mixes two heads:
+A row is an index that the MMA does not contract, a column is one block of 32 contracted values.
+For attention operands every (batch, head) has its own buffer, padded on its own, so that a 128-row
+tile never mixes two heads:
 
     axis     | plain scale of x (B,S,H,D) | rows | columns     | swizzled scale
     rowwise  | (B, S, H, ceil(D/32))      | S    | ceil(D/32)  | (B, H, bytes)
     colwise  | (B, ceil(S/32), H, D)      | D    | ceil(S/32)  | (B, H, bytes)
 
-(T,H,D) tensors give (H, bytes), (rows, cols) tensors give (bytes,). Bytes of the padding may hold anything: a kernel
-must not use them. Here they are 127 (a factor of one) unless told otherwise; byte 0 would be 2^-127, not zero.
+(T,H,D) tensors give (H, bytes), (rows, cols) tensors give (bytes,). Bytes of the padding may hold
+anything: a kernel must not use them. Here they are 127 (a factor of one) unless told otherwise;
+byte 0 would be 2^-127, not zero.
 """
+
+import functools
 
 import torch
 
@@ -23,9 +28,34 @@ TILE_ROWS = 128
 TILE_COLS = 4
 TILE_BYTES = TILE_ROWS * TILE_COLS
 
+_library = torch.library.Library("flash_attn_mx", "FRAGMENT")
+
+
+def opaque_when_compiled(schema, fake):
+    """Decorator: torch.compile sees the function as one operator; eager code calls it directly.
+
+    Inductor's C++ backend has no float8_e8m0fnu (torch 2.13: KeyError), so code that computes on
+    scale bytes must stay out of its kernels.
+    """
+
+    def decorate(function):
+        name = schema.split("(")[0]
+        _library.define(schema)
+        _library.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"flash_attn_mx::{name}", fake, lib=_library)
+        operator = getattr(torch.ops.flash_attn_mx, name)
+
+        @functools.wraps(function)
+        def call(*args):
+            return operator(*args) if torch.compiler.is_compiling() else function(*args)
+
+        return call
+
+    return decorate
+
 
 def swizzled_bytes(rows, cols):
-    """Bytes of the swizzled128x4 buffer of a (rows, cols) scale matrix: whole 128x4 tiles of 512 bytes."""
+    """Bytes of the swizzled128x4 buffer of (rows, cols) scales: whole 128x4 tiles of 512 bytes."""
     return _tiles(rows, TILE_ROWS) * _tiles(cols, TILE_COLS) * TILE_BYTES
 
 
@@ -44,6 +74,14 @@ def to_swizzled128x4(scale, padding=127):
         raise ValueError(f"scale: expected (..., rows, cols), got shape {tuple(scale.shape)}")
     if not 0 <= padding <= 255:
         raise ValueError(f"padding: expected a byte in 0..255, got {padding}")
+    return _swizzle(scale, padding)
+
+
+@opaque_when_compiled(
+    "to_swizzled128x4(Tensor scale, int padding) -> Tensor",
+    lambda scale, padding: scale.new_empty((*scale.shape[:-2], swizzled_bytes(*scale.shape[-2:]))),
+)
+def _swizzle(scale, padding):
     *lead, rows, cols = scale.shape
     tiles_r, tiles_c = _tiles(rows, TILE_ROWS), _tiles(cols, TILE_COLS)
     padded = torch.full(
@@ -53,7 +91,8 @@ def to_swizzled128x4(scale, padding=127):
         device=scale.device,
     )
     padded[..., :rows, :cols] = scale.view(torch.uint8)
-    # (..., tile row, row/32, row%32, tile column, col%4) -> (..., tile row, tile column, row%32, row/32, col%4)
+    # (..., tile row, row/32, row%32, tile column, column%4)
+    # -> (..., tile row, tile column, row%32, row/32, column%4)
     tiled = padded.view(*lead, tiles_r, 4, 32, tiles_c, TILE_COLS).movedim((-2, -3), (-4, -3))
     return tiled.reshape(*lead, swizzled_bytes(rows, cols)).view(scale.dtype)
 
@@ -62,7 +101,8 @@ def from_swizzled128x4(buf, rows, cols):
     """Reorders scale bytes from swizzled128x4 to plain; the padding is dropped.
 
     Args:
-      buf: (..., bytes) float8_e8m0fnu or uint8 with bytes >= swizzled_bytes(rows, cols); what follows is not read.
+      buf: (..., bytes) float8_e8m0fnu or uint8, bytes >= swizzled_bytes(rows, cols); the rest is
+        not read.
       rows, cols: shape of the plain scale matrix.
     Returns: (..., rows, cols), the dtype of buf, contiguous.
     Raises: TypeError (dtype), ValueError (shape, buffer too short: names the needed size).
@@ -76,32 +116,49 @@ def from_swizzled128x4(buf, rows, cols):
             f"buf: expected at least {need} bytes in the last dimension, the swizzled128x4 size of "
             f"{rows}x{cols} scales, got shape {tuple(buf.shape)}"
         )
-    lead = buf.shape[:-1]
+    return _unswizzle(buf, rows, cols)
+
+
+@opaque_when_compiled(
+    "from_swizzled128x4(Tensor buf, SymInt rows, SymInt cols) -> Tensor",
+    lambda buf, rows, cols: buf.new_empty((*buf.shape[:-1], rows, cols)),
+)
+def _unswizzle(buf, rows, cols):
+    lead, need = buf.shape[:-1], swizzled_bytes(rows, cols)
     tiles_r, tiles_c = _tiles(rows, TILE_ROWS), _tiles(cols, TILE_COLS)
     tiled = buf.view(torch.uint8)[..., :need].reshape(*lead, tiles_r, tiles_c, 32, 4, TILE_COLS)
     padded = tiled.movedim((-4, -3), (-2, -3))
     padded = padded.reshape(*lead, tiles_r * TILE_ROWS, tiles_c * TILE_COLS)
-    return padded[..., :rows, :cols].contiguous().view(buf.dtype)
+    cut = padded[..., :rows, :cols].clone(memory_format=torch.contiguous_format)
+    return cut.view(buf.dtype)
 
 
 def operand_matrix(scale, axis):
-    """The plain scale of a rowwise or colwise tensor as (..., rows, cols) MMA operand matrices (a view).
+    """A plain rowwise or colwise scale as (..., rows, cols) MMA operand matrices (a view).
 
-    (B,S,H,C) gives (B,H,S,C) rowwise and (B,H,C,S) colwise, where S is the token or token-block dimension.
+    (B,S,H,C) gives (B,H,S,C) rowwise and (B,H,C,S) colwise; S counts tokens, or blocks of tokens.
     """
     if scale.dim() >= 3:
         scale = scale.transpose(-3, -2)
     return scale if axis == "rowwise" else scale.transpose(-2, -1)
 
 
+@opaque_when_compiled(
+    "operand_scale(Tensor matrix, str axis) -> Tensor",
+    lambda matrix, axis: matrix.new_empty(_operand_view(matrix, axis).shape),
+)
 def operand_scale(matrix, axis):
-    """Inverse of operand_matrix: (..., rows, cols) matrices -> plain scale (a view)."""
+    """Inverse of operand_matrix: (..., rows, cols) matrices -> plain scale, a contiguous copy."""
+    return _operand_view(matrix, axis).clone(memory_format=torch.contiguous_format)
+
+
+def _operand_view(matrix, axis):
     matrix = matrix if axis == "rowwise" else matrix.transpose(-2, -1)
     return matrix.transpose(-3, -2) if matrix.dim() >= 3 else matrix
 
 
 def operand_size(shape, axis):
-    """(leading sizes, rows, cols) of the scale matrices of a tensor of logical shape (B,S,H,D), (T,H,D) or (rows,cols)."""
+    """(leading sizes, rows, cols) of the scale matrices of a tensor of this logical shape."""
     tokens, channels = (shape[0], shape[1]) if len(shape) == 2 else (shape[-3], shape[-1])
     lead = () if len(shape) == 2 else (*shape[:-3], shape[-2])
     if axis == "rowwise":
@@ -110,7 +167,7 @@ def operand_size(shape, axis):
 
 
 def scale_shape(shape, axis, cu_seqlens=None):
-    """Shape of the plain scale tensor of a tensor of logical shape (B,S,H,D), (T,H,D) or (rows,cols)."""
+    """Shape of the plain scale of a tensor of shape (B,S,H,D), (T,H,D) or (rows,cols)."""
     if axis == "rowwise":
         return (*shape[:-1], blocks(shape[-1]))
     if axis == "tokenwise":
@@ -122,7 +179,7 @@ def scale_shape(shape, axis, cu_seqlens=None):
 
 
 def packed_scale_rows(total_tokens, num_seqs):
-    """Rows of the colwise scale tensor of packed sequences; the blocks of sequence b start at cu[b]//32 + b."""
+    """Rows of the colwise scale of packed sequences; those of sequence b start at cu[b]//32 + b."""
     return total_tokens // BLOCK + num_seqs
 
 

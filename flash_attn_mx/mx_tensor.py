@@ -24,12 +24,13 @@ class MXTensor:
     """An MXFP8 tensor: x ≈ data * scale. Made by quantize_mxfp8 or MXTensor.from_parts.
 
     Attributes:
-      data: (B,S,H,D), (T,H,D) or (rows,cols) float8_e4m3fn or float8_e5m2; its shape is the logical shape.
-      scale: float8_e8m0fnu; plain: layouts.scale_shape(shape, axis); swizzled128x4: (B,H,bytes), (H,bytes) or (bytes,).
+      data: (B,S,H,D), (T,H,D) or (rows,cols) float8_e4m3fn or float8_e5m2; the logical shape.
+      scale: float8_e8m0fnu. plain: layouts.scale_shape(shape, axis); swizzled128x4: (B,H,bytes),
+        (H,bytes) or (bytes,).
       axis: "rowwise", "colwise" or "tokenwise".   layout: "plain" or "swizzled128x4".
       cu_seqlens: (nseq+1,) int32 for colwise packed sequences, else None.
-    data and scale must not be written to afterwards: another axis of the same values would go stale. Use notices and
-    raises RuntimeError.
+    data and scale must not be written to afterwards: the same values quantised along another axis
+    would go stale. Every later use raises RuntimeError.
     Raises: TypeError (dtypes), ValueError (shapes, devices, requires_grad).
     """
 
@@ -46,16 +47,19 @@ class MXTensor:
 
     @classmethod
     def from_parts(cls, data, scale, axis, layout="plain", shape=None, cu_seqlens=None):
-        """Makes an MXTensor of FP8 data and E8M0 scales quantised elsewhere; nothing is copied where a view will do.
+        """Makes an MXTensor of FP8 data and E8M0 scales made elsewhere; copies only to reorder.
 
         Args:
-          data: (B,S,H,D), (T,H,D) or (rows,cols) float8_e4m3fn, float8_e5m2, or uint8 holding e4m3 bytes.
-          scale: float8_e8m0fnu or uint8. layout="plain": layouts.scale_shape(data.shape, axis) as torchao and
-            torch scaled_mm BlockWise1x32 hold it; for 2-D data also padded to multiples of (128, 4).
-            layout="swizzled128x4": one buffer per (batch, head), in any shape (B,H,...), (H,...) or, for 2-D data,
-            flattened or padded 2-D (SWIZZLE_32_4_4); the (B,H,pad128(S),pad4(D/32)) of cuDNN/TransformerEngine fits.
-          shape: logical shape if data is a flattened 2-D rowwise or tokenwise matrix, e.g. (B*S*H, D) of a (B,S,H,D)
-            tensor. A swizzled buffer of such a matrix is reordered.
+          data: (B,S,H,D), (T,H,D) or (rows,cols) float8_e4m3fn, float8_e5m2, or uint8 (e4m3 bytes).
+          scale: float8_e8m0fnu or uint8.
+            layout="plain": layouts.scale_shape(data.shape, axis), as torchao MXTensor and torch
+            scaled_mm BlockWise1x32 hold it; for 2-D data also padded to (128, 4), colwise (4, 128).
+            layout="swizzled128x4": one buffer per (batch, head), of any shape (B,H,...) or (H,...),
+            such as (B,H,pad128(S),pad4(D/32)) of cuDNN and TransformerEngine; for 2-D data a buffer
+            of any shape, flattened or padded (torch SWIZZLE_32_4_4).
+          shape: logical shape where data is a 2-D matrix that lists it row by row, such as
+            (B*S*H, D) or (B*S, H*D) of (B,S,H,D); rowwise or tokenwise. Its scales, swizzled too,
+            are those of the matrix.
           cu_seqlens: (nseq+1,) int32 for colwise packed sequences.
         Raises: TypeError, ValueError: "argument: expected ..., got ...".
         """
@@ -92,9 +96,10 @@ class MXTensor:
         return dequantize(self, dtype)
 
     def to_layout(self, layout, padding=127):
-        """The same tensor with its scale bytes in layout "plain" or "swizzled128x4" (padding bytes: padding).
+        """The same tensor with its scale bytes in layout "plain" or "swizzled128x4".
 
-        Raises ValueError for swizzled128x4 of tokenwise or packed tensors: the MMA takes neither (layouts.py).
+        padding: byte 0..255 for what "swizzled128x4" pads to whole tiles.
+        Raises: ValueError for swizzled128x4 of tokenwise or packed tensors, which no MMA takes.
         """
         check_choice("layout", layout, LAYOUTS)
         self.check_unchanged()
@@ -103,7 +108,7 @@ class MXTensor:
         if layout == "plain":
             _, rows, cols = layouts.operand_size(self.shape, self.axis)
             matrix = layouts.from_swizzled128x4(self.scale, rows, cols)
-            scale = layouts.operand_scale(matrix, self.axis).contiguous()
+            scale = layouts.operand_scale(matrix, self.axis)
         else:
             _check_swizzle(self.axis, self.cu_seqlens)
             matrix = layouts.operand_matrix(self.scale, self.axis)
@@ -111,11 +116,12 @@ class MXTensor:
         return MXTensor(self.data, scale, self.axis, layout, self.cu_seqlens)
 
     def check_unchanged(self):
-        """Raises RuntimeError if data or scale was written to in place since this tensor was made."""
+        """Raises RuntimeError if data or scale was written to in place after construction."""
         now = self._current_versions()
         if None not in (now, self._versions) and now != self._versions:
             raise RuntimeError(
-                "MXTensor: data or scale was modified in place after quantisation; quantise again instead"
+                "MXTensor: data or scale was modified in place after quantisation; "
+                "quantise again instead"
             )
 
     def _current_versions(self):
@@ -132,10 +138,11 @@ class MXTensor:
 
 
 def dequantize(mx, dtype=torch.float32):
-    """Returns data * scale of an MXTensor in dtype (fp32, bf16, fp16 or fp64), shape mx.shape, contiguous.
+    """Returns data * scale of an MXTensor: mx.shape, contiguous, dtype fp32, bf16, fp16 or fp64.
 
-    Exact in fp32 for every pair of bytes: scale byte 0 is 2^-127, byte 255 gives NaN. Products above fp32 are Inf there.
-    Tokens past the end of the last packed sequence have no block and read as 0.
+    Exact in fp32 for every pair of bytes: scale byte 0 is 2^-127, byte 255 gives NaN; products
+    beyond the range of fp32 are Inf there. Tokens past the end of the last packed sequence have no
+    block and read as 0.
     Raises: TypeError (dtype), RuntimeError (mx was overwritten since it was made).
     """
     if dtype not in (*FLOAT_DTYPES, torch.float64):
@@ -151,41 +158,29 @@ def dequantize(mx, dtype=torch.float32):
     return (mx.data.to(exact) * factor).to(dtype).contiguous()
 
 
+@layouts.opaque_when_compiled(
+    "decode_e8m0(Tensor scale) -> Tensor",
+    lambda scale: torch.empty_like(scale, dtype=torch.float32),
+)
 def decode_e8m0(scale):
     """fp32 value of E8M0 scale bytes (float8_e8m0fnu or uint8): 2^(byte-127), NaN for byte 255."""
-    if torch.compiler.is_compiling() and scale.dtype == torch.float8_e8m0fnu:
-        return torch.ops.flash_attn_mx.decode_e8m0(scale)
-    return _decode_e8m0(scale)
-
-
-def _decode_e8m0(scale):
     byte = scale.view(torch.uint8).to(torch.int32)
     bits = (byte << 23).where(byte != 0, 0x00400000).where(byte != NAN_SCALE, 0x7FC00000)
     return bits.view(torch.float32)
 
 
-# Inductor's C++ backend has no float8_e8m0fnu (torch 2.13: KeyError), so compiled code decodes in an opaque operator.
-_library = torch.library.Library("flash_attn_mx", "FRAGMENT")
-_library.define("decode_e8m0(Tensor scale) -> Tensor")
-_library.impl("decode_e8m0", _decode_e8m0, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "flash_attn_mx::decode_e8m0",
-    lambda scale: torch.empty_like(scale, dtype=torch.float32),
-    lib=_library,
-)
-
-
 def expand_blocks(scale, axis, shape):
-    """Repeats each block's entry over the block: plain scale-shaped -> shape (tokenwise: broadcasts)."""
+    """Repeats each block's entry over its values: plain scale -> shape (tokenwise: broadcasts)."""
     if axis == "tokenwise":
         return scale
+    # not repeat_interleave and narrow: Inductor (CPU, torch 2.13) then misreads ragged sizes
     dim = layouts.block_dim(axis, len(shape))
-    return scale.repeat_interleave(BLOCK, dim).narrow(dim, 0, shape[dim])
+    block = torch.arange(shape[dim], device=scale.device) // BLOCK
+    return scale[(slice(None),) * dim + (block,)]
 
 
 def expand_packed_blocks(scale, cu_seqlens, total):
-    """Entry of the colwise block of each of total packed tokens (total,H,D), and whether a sequence covers it
-    (total,1,1)."""
+    """Entry of each packed token's block (total,H,D); whether a sequence has it (total,1,1)."""
     token = torch.arange(total, device=scale.device)
     if scale.shape[0] == 0:  # no sequence
         return scale.new_zeros((total, *scale.shape[1:])), (token < 0)[:, None, None]
@@ -206,14 +201,14 @@ def _normal_swizzled(scale, shape, axis):
     n = len(lead)
     if tuple(scale.shape[:n]) != lead or scale.shape[n:].numel() != need:
         raise ValueError(
-            f"scale: expected swizzled128x4 of {rows}x{cols} blocks, shape {(*lead, need)} ({need} bytes per matrix), "
-            f"got shape {tuple(scale.shape)}"
+            f"scale: expected swizzled128x4 of {rows}x{cols} blocks, {need} bytes per matrix, "
+            f"shape {(*lead, need)}, got {tuple(scale.shape)}"
         )
     return scale.reshape(*lead, need)
 
 
 def _cut_padding(scale, shape, axis):
-    """Drops the padding of a plain 2-D scale matrix padded to (128, 4) rowwise or (4, 128) colwise."""
+    """Drops the padding of a plain 2-D scale matrix, to (128, 4) rowwise or (4, 128) colwise."""
     want = layouts.scale_shape(shape, axis)
     step = {"rowwise": (128, 4), "colwise": (4, 128), "tokenwise": (1, 1)}[axis]
     padded = tuple((n + s - 1) // s * s for n, s in zip(want, step, strict=True))
@@ -226,8 +221,8 @@ def _reshape_matrix(mx, shape):
         return mx
     if mx.data.dim() != 2 or mx.axis == "colwise" or len(shape) not in (3, 4):
         raise ValueError(
-            f"shape: expected the shape of data, or 3 or 4 sizes for 2-D {mx.axis} data (not colwise), "
-            f"got {shape} for data {tuple(mx.shape)}"
+            "shape: expected the shape of data, or 3 or 4 sizes for 2-D rowwise or tokenwise data, "
+            f"got {shape} for {mx.axis} data {tuple(mx.shape)}"
         )
     mx = mx.to_layout("plain")
     whole = mx.data.shape[1] == shape[-1]
@@ -235,10 +230,12 @@ def _reshape_matrix(mx, shape):
         whole or (mx.axis == "rowwise" and shape[-1] % BLOCK == 0 and mx.shape[1] % shape[-1] == 0)
     ):
         raise ValueError(
-            f"shape: expected rows of {mx.shape[1]} values to split into whole blocks, {mx.data.numel()} values in "
-            f"all, got {shape}"
+            f"shape: expected {mx.data.numel()} values, whose rows of {mx.shape[1]} end where "
+            f"a block ends, got {shape}"
         )
-    return MXTensor(mx.data.reshape(shape), mx.scale.reshape(layouts.scale_shape(shape, mx.axis)), mx.axis)
+    return MXTensor(
+        mx.data.reshape(shape), mx.scale.reshape(layouts.scale_shape(shape, mx.axis)), mx.axis
+    )
 
 
 def check_choice(name, value, allowed):
@@ -249,7 +246,7 @@ def check_choice(name, value, allowed):
 def check_shape(name, shape):
     if len(shape) not in (2, 3, 4):
         raise ValueError(
-            f"{name}: expected (B,S,H,D), (T,H,D) or (rows,cols), got {len(shape)} dimensions {tuple(shape)}"
+            f"{name}: expected (B,S,H,D), (T,H,D) or (rows,cols), got shape {tuple(shape)}"
         )
 
 
@@ -265,11 +262,12 @@ def check_cu_seqlens(cu, x):
         raise ValueError(f"cu_seqlens: expected None unless x is (T,H,D), got x {tuple(x.shape)}")
     if cu.device != x.device:
         raise ValueError(f"cu_seqlens: expected device {x.device}, got {cu.device}")
-    if cu.device.type != "cpu" or torch.compiler.is_compiling():
-        return  # looking at the values would wait for the device
+    if cu.device.type != "cpu" or type(cu) is not torch.Tensor or torch.compiler.is_compiling():
+        return  # looking at the values would wait for the device, or there are none
     if cu[0] != 0 or (cu.diff() < 0).any() or cu[-1] > x.shape[0]:
         raise ValueError(
-            f"cu_seqlens: expected values rising from 0 to at most T={x.shape[0]}, got {cu[0].item()}..{cu[-1].item()}"
+            f"cu_seqlens: expected values rising from 0 to at most T={x.shape[0]}, "
+            f"got {cu[0].item()}..{cu[-1].item()}"
         )
 
 
@@ -303,5 +301,6 @@ def _check_parts(data, scale, axis, layout, cu_seqlens):
         want = (*lead, layouts.swizzled_bytes(rows, cols))
     if tuple(scale.shape) != want:
         raise ValueError(
-            f"scale: expected shape {want} ({axis}, {layout}) for data {tuple(data.shape)}, got {tuple(scale.shape)}"
+            f"scale: expected shape {want} ({axis}, {layout}) for data {tuple(data.shape)}, "
+            f"got {tuple(scale.shape)}"
         )

@@ -22,8 +22,12 @@ NAMESPACE = "flash_attn_mx"
 def _read_schemas() -> list[str]:
     for folder in (Path(__file__).parent, Path(__file__).parents[1] / "csrc" / "ops"):
         if (folder / "schemas.def").is_file():
-            return re.findall(r'^FAMX_SCHEMA\("(.*)"\)', (folder / "schemas.def").read_text(), flags=re.MULTILINE)
-    raise ImportError("flash_attn_mx: schemas.def is missing from the installed package; reinstall it")
+            return re.findall(
+                r'^FAMX_SCHEMA\("(.*)"\)', (folder / "schemas.def").read_text(), flags=re.MULTILINE
+            )
+    raise ImportError(
+        "flash_attn_mx: schemas.def is missing from the installed package; reinstall it"
+    )
 
 
 if not _native.load():
@@ -36,7 +40,9 @@ _implementations = torch.library.Library(NAMESPACE, "IMPL")
 # --- implementations ------------------------------------------------------------------------------------------
 
 
-def _sequences(cu_q: Tensor, cu_k: Tensor, q: Tensor, k: Tensor, max_q: int, max_k: int) -> list[tuple[slice, slice]]:
+def _sequences(
+    cu_q: Tensor, cu_k: Tensor, q: Tensor, k: Tensor, max_q: int, max_k: int
+) -> list[tuple[slice, slice]]:
     """(tokens of q, tokens of k) of each packed sequence. Reads the offsets on the host."""
     offsets_q, offsets_k = cu_q.tolist(), cu_k.tolist()
     check_cu_values("cu_seqlens_q", offsets_q, q.shape[0], "max_seqlen_q", max_q)
@@ -51,7 +57,9 @@ def _scale_rows(tokens: slice, sequence: int) -> slice:
     return slice(start, start - (-(tokens.stop - tokens.start) // portable.BLOCK))
 
 
-def _take(operand: portable.Operand, tokens: slice, rows: Optional[slice] = None) -> portable.Operand:
+def _take(
+    operand: portable.Operand, tokens: slice, rows: Optional[slice] = None
+) -> portable.Operand:
     """One sequence of a packed operand as a dense batch of one."""
     data, scale = operand
     return data[tokens].unsqueeze(0), scale[rows or tokens].unsqueeze(0)
@@ -65,7 +73,9 @@ def _fwd(
     window = (window_left, window_right)
     token = None if v_tok is None else (v_tok, v_tok_scale)
     if cu_seqlens_q is None:
-        return portable.forward((q, q_scale), (k, k_scale), (v, v_scale), token, softmax_scale, window, out_dtype)
+        return portable.forward(
+            (q, q_scale), (k, k_scale), (v, v_scale), token, softmax_scale, window, out_dtype
+        )
     out = q.new_zeros(q.shape, dtype=out_dtype)
     lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, device=q.device)
     sequences = _sequences(cu_seqlens_q, cu_seqlens_k, q, k, max_seqlen_q, max_seqlen_k)
@@ -94,7 +104,9 @@ def _bwd(
     q_pair, k_pair = ((q, q_scale), (q_col, q_col_scale)), ((k, k_scale), (k_col, k_col_scale))
     token = (v_tok, v_tok_scale)
     if cu_seqlens_q is None:
-        return portable.backward(dout, out, lse, do, q_pair, k_pair, token, softmax_scale, window, needs)
+        return portable.backward(
+            dout, out, lse, do, q_pair, k_pair, token, softmax_scale, window, needs
+        )
     grads = [dout.new_zeros(x.shape if needed else 0) for x, needed in zip((q, k, v_tok), needs)]
     sequences = _sequences(cu_seqlens_q, cu_seqlens_k, q, k, max_seqlen_q, max_seqlen_k)
     for b, (tokens_q, tokens_k) in enumerate(sequences):
@@ -150,12 +162,29 @@ def _(
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     softmax_scale, window_left, window_right, out_dtype,
 ):  # fmt: skip
-    lse_shape = (q.shape[0], q.shape[2], q.shape[1]) if cu_seqlens_q is None else (q.shape[1], q.shape[0])
+    lse_shape = (
+        (q.shape[0], q.shape[2], q.shape[1]) if cu_seqlens_q is None else (q.shape[1], q.shape[0])
+    )
     return q.new_empty(q.shape, dtype=out_dtype), q.new_empty(lse_shape, dtype=torch.float32)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::bwd")
-def _(dout, out, lse, do_row, do_row_scale, do_col, do_col_scale, q, q_scale, q_col, q_col_scale, k, k_scale, *rest):
+def _(
+    dout,
+    out,
+    lse,
+    do_row,
+    do_row_scale,
+    do_col,
+    do_col_scale,
+    q,
+    q_scale,
+    q_col,
+    q_col_scale,
+    k,
+    k_scale,
+    *rest,
+):
     needs = rest[-1]
     return tuple(dout.new_empty(x.shape if needed else 0) for x, needed in zip((q, k, k), needs))
 
@@ -172,12 +201,15 @@ def _no_gradient(name: str, reason: str):
 
 torch.library.register_autograd(
     f"{NAMESPACE}::quantize",
-    _no_gradient("quantize", "rounding to MXFP8 is not differentiable; differentiate flash_attn_func instead"),
+    _no_gradient(
+        "quantize", "rounding to MXFP8 is not differentiable; differentiate flash_attn_func instead"
+    ),
 )
-torch.library.register_autograd(f"{NAMESPACE}::bwd", _no_gradient("bwd", "second derivatives are not implemented"))
 torch.library.register_autograd(
-    f"{NAMESPACE}::fwd", _no_gradient("fwd", "its operands are quantised; differentiate flash_attn_func instead")
+    f"{NAMESPACE}::bwd", _no_gradient("bwd", "second derivatives are not implemented")
 )
+# fwd takes fp8 operands, which carry no gradient: no autograd kernel, whose Python would cost 10 us a call.
+_implementations.impl("fwd", torch.library.fallthrough_kernel, "Autograd")
 
 
 # --- sharding (DTensor) ---------------------------------------------------------------------------------------

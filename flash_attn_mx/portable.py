@@ -19,9 +19,13 @@ from torch import Tensor
 
 from .quantize import decode_e8m0, encode_scale
 
-TILE = 128  # rows of a query tile and keys of a key tile; part of the contract, not a tuning constant
+TILE = (
+    128  # rows of a query tile and keys of a key tile; part of the contract, not a tuning constant
+)
 BLOCK = 32  # values that share one scale
-CHUNK_ELEMENTS = 1 << 20  # of x in flight; 2^18..2^21 were within 10 % of each other on a 2-core x86-64 machine
+CHUNK_ELEMENTS = (
+    1 << 20
+)  # of x in flight; 2^18..2^21 were within 10 % of each other on a 2-core x86-64 machine
 MIN_TILE_EXPONENT = -119  # the scale byte 127 + n - 8 stays >= 0
 MAX_TILE_EXPONENT = 60  # above it the row reference moves
 
@@ -40,7 +44,11 @@ class Window:
         return 0 if self.left < 0 else max(0, row + self.offset - self.left)
 
     def end(self, row: int, seqlen_k: int) -> int:
-        return seqlen_k if self.right < 0 else max(0, min(seqlen_k, row + self.offset + self.right + 1))
+        return (
+            seqlen_k
+            if self.right < 0
+            else max(0, min(seqlen_k, row + self.offset + self.right + 1))
+        )
 
     def mask(self, rows: range, keys: range, seqlen_k: int, device: torch.device) -> Tensor:
         """(rows, keys) bool, True where the key is visible."""
@@ -65,7 +73,9 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def key_spans(window: Window, rows: range, seqlen_k: int, padded_k: int, max_keys: int) -> Iterator[Span]:
+def key_spans(
+    window: Window, rows: range, seqlen_k: int, padded_k: int, max_keys: int
+) -> Iterator[Span]:
     """The key spans that a tile of query rows visits, last to first; spans are whole tiles."""
     first, end = window.first(rows.start), window.end(rows.stop - 1, seqlen_k)
     if first >= end:
@@ -284,7 +294,14 @@ def _power_ratio(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(a == -math.inf, 0.0, a - b).exp2_()
 
 
-def _forward_span(state: _RowState, q: Tensor, kv: "_GroupKV", span: Span, seen: Optional[Tensor], scale_log2: float):
+def _forward_span(
+    state: _RowState,
+    q: Tensor,
+    kv: "_GroupKV",
+    span: Span,
+    seen: Optional[Tensor],
+    scale_log2: float,
+):
     """One key span for some query rows q (n, rows, D)."""
     a, b = span.keys.start, span.keys.stop
     x = torch.bmm(q, kv.k[:, a:b].transpose(1, 2)).mul_(scale_log2)
@@ -320,7 +337,11 @@ def _token_scaled_p(e: Tensor, exponent: Tensor, factor: Tensor, seen: Tensor) -
     Returns: (n, rows, cols), rounded, in units of 1.
     """
     n, rows, tiles, width = e.shape
-    p = e.mul_(exponent.neg().exp2_().unsqueeze(-1)).view(n, rows, tiles * width).mul_(factor.unsqueeze(1))
+    p = (
+        e.mul_(exponent.neg().exp2_().unsqueeze(-1))
+        .view(n, rows, tiles * width)
+        .mul_(factor.unsqueeze(1))
+    )
     _hide(p, seen, 0.0)
     blocks = p.view(n, rows, tiles, width // BLOCK, BLOCK)
     tile_exponent = exponent.to(torch.int32).unsqueeze(-1)
@@ -367,17 +388,29 @@ def forward(
     limits = Window(*window, offset=shape.seqlen_k - shape.seqlen_q)
     heads_total, groups = shape.batch * shape.nheads_k, shape.groups
     device = q[0].device
-    out = torch.zeros(heads_total, groups, shape.seqlen_q, shape.head_dim, dtype=out_dtype, device=device)
+    out = torch.zeros(
+        heads_total, groups, shape.seqlen_q, shape.head_dim, dtype=out_dtype, device=device
+    )
     lse = torch.full((heads_total, groups, shape.seqlen_q), -math.inf, device=device)
     if out.numel() and shape.seqlen_k:
         eq = _Expanded(q, "rowwise", shape.nheads_k, shape.seqlen_q)
         ek = _Expanded(k, "rowwise", shape.nheads_k, shape.padded_k)
         ev = _Expanded(v, "colwise", shape.nheads_k, shape.padded_k)
-        et = _Expanded(v_tok, "tokenwise", shape.nheads_k, shape.padded_k) if v_tok is not None else None
+        et = (
+            _Expanded(v_tok, "tokenwise", shape.nheads_k, shape.padded_k)
+            if v_tok is not None
+            else None
+        )
         for heads in shape.head_groups():
-            token = (et.pad(et.payload(heads))[:, 0], et.pad(et.factor(heads))[:, 0, :, 0]) if et else (None, None)
+            token = (
+                (et.pad(et.payload(heads))[:, 0], et.pad(et.factor(heads))[:, 0, :, 0])
+                if et
+                else (None, None)
+            )
             kv = _GroupKV(ek.group(heads)[:, 0], ev.group(heads)[:, 0], *token, shape.seqlen_k)
-            _forward_heads(shape, limits, heads, eq.group(heads), kv, softmax_scale, out[heads], lse[heads])
+            _forward_heads(
+                shape, limits, heads, eq.group(heads), kv, softmax_scale, out[heads], lse[heads]
+            )
     return (
         shape.heads_last(out, shape.seqlen_q, out_dtype),
         lse.view(shape.batch, shape.nheads, shape.seqlen_q),
@@ -385,12 +418,21 @@ def forward(
 
 
 def _forward_heads(
-    shape: _Shape, window: Window, heads: slice, q: Tensor, kv: _GroupKV, softmax_scale: float, out: Tensor, lse: Tensor
+    shape: _Shape,
+    window: Window,
+    heads: slice,
+    q: Tensor,
+    kv: _GroupKV,
+    softmax_scale: float,
+    out: Tensor,
+    lse: Tensor,
 ):
     for rows in shape.query_rows(heads, window):
         q_rows = _rows(q, rows)
         state = _RowState(q_rows, shape.head_dim)
-        for span in key_spans(window, rows, shape.seqlen_k, shape.padded_k, shape.keys_per_span(heads)):
+        for span in key_spans(
+            window, rows, shape.seqlen_k, shape.padded_k, shape.keys_per_span(heads)
+        ):
             seen = window.mask(rows, span.keys, shape.seqlen_k, q.device) if span.cut else None
             _forward_span(state, q_rows, kv, span, seen, softmax_scale * math.log2(math.e))
         out_rows, lse_rows = state.finish()
@@ -455,7 +497,11 @@ def backward(
     dtype = dout.dtype
 
     def result(needed, heads, seqlen):
-        return torch.zeros(total, heads, seqlen, shape.head_dim, dtype=dtype, device=device) if needed else None
+        return (
+            torch.zeros(total, heads, seqlen, shape.head_dim, dtype=dtype, device=device)
+            if needed
+            else None
+        )
 
     dq = result(needs[0], groups, shape.seqlen_q)
     dk, dv = result(needs[1], 1, shape.seqlen_k), result(needs[2], 1, shape.seqlen_k)
@@ -477,9 +523,13 @@ def backward(
             delta = torch.nn.functional.pad(delta, (0, shape.padded_q - shape.seqlen_q))
             group_q = _GroupQ(*expanded_q, lse_log2[heads], delta)
             expanded_k = [side.group(heads)[:, 0] for side in sides_k]
-            sums = [torch.zeros_like(expanded_k[0]) if grad is not None else None for grad in (dk, dv)]
+            sums = [
+                torch.zeros_like(expanded_k[0]) if grad is not None else None for grad in (dk, dv)
+            ]
             group_k = _GroupK(*expanded_k, *sums)
-            dq_heads = _backward_heads(shape, window_, heads, group_q, group_k, softmax_scale, needs[0])
+            dq_heads = _backward_heads(
+                shape, window_, heads, group_q, group_k, softmax_scale, needs[0]
+            )
             if dq is not None:
                 dq[heads] = dq_heads[:, :, : shape.seqlen_q].mul_(softmax_scale)
             if dk is not None:
@@ -494,29 +544,53 @@ def backward(
 
 
 def _backward_heads(
-    shape: _Shape, window: Window, heads: slice, gq: _GroupQ, gk: _GroupK, softmax_scale: float, needs_dq: bool
+    shape: _Shape,
+    window: Window,
+    heads: slice,
+    gq: _GroupQ,
+    gk: _GroupK,
+    softmax_scale: float,
+    needs_dq: bool,
 ) -> Optional[Tensor]:
     dq = torch.zeros_like(gq.q) if needs_dq else None
     for rows in shape.query_rows(heads, window):
         padded = range(rows.start, min(_round_up(rows.stop, BLOCK), shape.padded_q))
         q_rows = _GroupQ(*(_rows(t if t.dim() == 4 else t.unsqueeze(-1), padded) for t in gq))
         dq_rows = torch.zeros_like(q_rows.q) if needs_dq else None
-        for span in key_spans(window, rows, shape.seqlen_k, shape.padded_k, shape.keys_per_span(heads)):
-            seen = window.mask(padded, span.keys, shape.seqlen_k, q_rows.q.device) if span.cut else None
+        for span in key_spans(
+            window, rows, shape.seqlen_k, shape.padded_k, shape.keys_per_span(heads)
+        ):
+            seen = (
+                window.mask(padded, span.keys, shape.seqlen_k, q_rows.q.device)
+                if span.cut
+                else None
+            )
             _backward_span(q_rows, gk, span, seen, shape.seqlen_k, softmax_scale, dq_rows)
         if needs_dq:
-            dq[:, :, padded.start : padded.stop] = dq_rows.view(dq.shape[0], shape.groups, len(padded), -1)
+            dq[:, :, padded.start : padded.stop] = dq_rows.view(
+                dq.shape[0], shape.groups, len(padded), -1
+            )
     return dq
 
 
 def _backward_span(
-    q: _GroupQ, kv: _GroupK, span: Span, seen: Optional[Tensor], seqlen_k: int, softmax_scale: float, dq: Optional[Tensor]
+    q: _GroupQ,
+    kv: _GroupK,
+    span: Span,
+    seen: Optional[Tensor],
+    seqlen_k: int,
+    softmax_scale: float,
+    dq: Optional[Tensor],
 ):
     """One key span for some query rows; adds to dq (n, rows, D), kv.dk and kv.dv (n, padded Sk, D)."""
     keys = slice(span.keys.start, span.keys.stop)
     p = torch.bmm(q.q, kv.k[:, keys].transpose(1, 2)).mul_(softmax_scale * math.log2(math.e))
     p.sub_(q.lse_log2).clamp_(max=0.0).exp2_()
-    ds = torch.bmm(q.do_row, kv.v[:, keys].transpose(1, 2)).sub_(q.delta) if kv.dk is not None or dq is not None else None
+    ds = (
+        torch.bmm(q.do_row, kv.v[:, keys].transpose(1, 2)).sub_(q.delta)
+        if kv.dk is not None or dq is not None
+        else None
+    )
     if ds is not None:
         ds.mul_(p)
     for t in (p, ds):

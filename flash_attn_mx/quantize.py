@@ -1,7 +1,8 @@
-"""MXFP8 tensors: FP8 data with one power-of-two scale byte (E8M0) per block. Rules: docs/numerics.md section 1.
+"""Making MXFP8 tensors: FP8 data with one power-of-two scale byte (E8M0) per block.
 
-quantize_mxfp8 and dequantize are the public entries. quantize_pytorch is the same arithmetic in PyTorch operators, for
-any device; the CPU operator in csrc/ops/quantize.cpp gives the same bytes (tests/api/test_quantize.py).
+The rules are docs/numerics.md section 1. quantize_pytorch is the quantize operator in PyTorch, for
+any device; the CPU operator in csrc/ops/quantize.cpp gives the same bytes
+(tests/api/test_quantize.py).
 """
 
 from typing import Optional
@@ -53,27 +54,32 @@ def quantize_mxfp8(
 
     Args:
       x: (B,S,H,D), (T,H,D) or (rows,cols) fp32, bf16 or fp16; any strides, any size including 0.
-      axis: "rowwise" (32 values along D), "colwise" (32 tokens) or "tokenwise" (all D values of a token and head).
-      rounding: "rceil" (smallest scale that keeps the block maximum in range) or "floor" (OCP MX 1.0: may saturate).
+      axis: what shares a scale: "rowwise" 32 values along D, "colwise" 32 tokens, "tokenwise" all
+        D values of one token and head.
+      rounding: "rceil" (smallest scale that keeps the block maximum in range) or "floor" (OCP MX
+        1.0: the maximum may saturate).
       dtype: torch.float8_e4m3fn (largest value 448) or torch.float8_e5m2 (57344).
       layout: of the scale bytes, "plain" or "swizzled128x4" (layouts.py).
-      cu_seqlens: (nseq+1,) int32, starts of packed sequences, x then (T,H,D): colwise blocks end with their sequence.
-    Returns: MXTensor. A block that is all zero has scale byte 127; one that holds NaN or Inf has 255 and reads as NaN.
-    It carries no gradient: call x.detach() or torch.no_grad() first where x needs one.
-    Raises: TypeError (dtypes), ValueError (shape, axis, rounding, layout, cu_seqlens, requires_grad).
+      cu_seqlens: (nseq+1,) int32, starts of packed sequences from 0 to at most T; x is then (T,H,D)
+        and a colwise block ends with its sequence. Tokens after the last sequence become zeros.
+    Returns: MXTensor. A block that is all zero has scale byte 127; one that holds NaN or Inf has
+      255 and reads as NaN.
+    Raises: TypeError (dtypes), ValueError (shape, axis, rounding, layout, cu_seqlens; x needs a
+      gradient, which rounding does not have).
     Source: docs/numerics.md section 1.
     """
     _check_input(x, axis, rounding, dtype, cu_seqlens)
     check_choice("layout", layout, LAYOUTS)
-    data, scale = _quantize_op(x, axis, rounding, dtype, cu_seqlens)
+    data, scale = torch.ops.flash_attn_mx.quantize(x, axis, rounding, dtype, cu_seqlens)
     packed = cu_seqlens if axis == "colwise" else None
     return MXTensor(data, scale, axis, cu_seqlens=packed).to_layout(layout)
 
 
 def encode_scale(amax, rounding="rceil", dtype=torch.float8_e4m3fn):
-    """Scale byte (uint8) of blocks whose largest magnitude is amax (fp32, >= 0): 127 for 0, 255 for NaN and Inf.
+    """Scale byte (uint8) of blocks whose largest magnitude is amax (fp32, >= 0).
 
-    rceil: smallest power of two >= amax/448 (amax/57344 for e5m2). floor: 2^(exponent of amax - 8) (- 15).
+    rceil: smallest power of two >= amax/448 (amax/57344 for e5m2). floor: 2^(exponent of amax - 8),
+    or - 15. 127 for amax 0, 255 for NaN and Inf.
     """
     bits = amax.view(torch.int32)
     exponent = bits >> 23
@@ -85,7 +91,10 @@ def encode_scale(amax, rounding="rceil", dtype=torch.float8_e4m3fn):
 
 
 def quantize_pytorch(x, axis, rounding="rceil", dtype=torch.float8_e4m3fn, cu_seqlens=None):
-    """The quantize operator in PyTorch: x as for quantize_mxfp8 -> (data, plain scale), no host synchronisation."""
+    """The quantize operator: checked arguments of quantize_mxfp8 -> (data, plain scale).
+
+    Both contiguous. PyTorch operators on the device of x; never waits for it.
+    """
     with torch.no_grad():
         x = x.to(torch.float32)
         if axis == "colwise" and cu_seqlens is not None:
@@ -104,19 +113,13 @@ def quantize_pytorch(x, axis, rounding="rceil", dtype=torch.float8_e4m3fn, cu_se
         return _dense(data).view(dtype), _dense(scale).view(torch.float8_e8m0fnu)
 
 
-def _quantize_op(x, axis, rounding, dtype, cu_seqlens):
-    if hasattr(torch.ops.flash_attn_mx, "quantize"):
-        return torch.ops.flash_attn_mx.quantize(x, axis, rounding, dtype, cu_seqlens)
-    return quantize_pytorch(x, axis, rounding, dtype, cu_seqlens)
-
-
 def _dense(t):
-    """t with exactly the strides of a new tensor, those of sizes 0 and 1 included, as fake tensors promise."""
+    """t with the strides of a new tensor, those of sizes 0 and 1 too, as fake tensors promise."""
     return t.flatten().view(t.shape) if t.numel() else t.new_empty(t.shape)
 
 
 def _max_bits(x, dim):
-    """Largest magnitude of fp32 x along dim. As integers, because NaN then counts as the largest on any device."""
+    """Largest magnitude of fp32 x along dim. As integers: NaN is then the largest on any device."""
     return (x.view(torch.int32) & 0x7FFFFFFF).amax(dim).view(torch.float32)
 
 
@@ -131,7 +134,7 @@ def _block_amax(x, axis):
 
 
 def _packed_amax(x, cu_seqlens):
-    """Magnitude of each colwise block of packed sequences; 0 (hence byte 127) for rows that no block uses."""
+    """Largest magnitude of each block of packed sequences; 0 for rows that no block uses."""
     total, num_seqs = x.shape[0], cu_seqlens.shape[0] - 1
     rows = packed_scale_rows(total, num_seqs)
     if x.numel() == 0 or num_seqs == 0:
@@ -159,7 +162,7 @@ def _check_input(x, axis, rounding, dtype, cu_seqlens):
     check_shape("x", x.shape)
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            "x: expected a tensor without gradient, because rounding has none (x.detach(), or flash_attn_func, which "
-            "quantises inside), got requires_grad=True"
+            "x: expected a tensor without gradient, because rounding has none (x.detach(), or "
+            "flash_attn_func, which quantises inside), got requires_grad=True"
         )
     check_cu_seqlens(cu_seqlens, x)

@@ -147,10 +147,15 @@ def _tiles(length, size):
 
 
 class ReferenceForward(NamedTuple):
-    """out (B, Sq, Hq, D) and lse (B, Hq, Sq) in float64; the operands as bytes; the options."""
+    """out (B, Sq, Hq, D) and lse (B, Hq, Sq) in float64; the operands as bytes; the options.
+
+    slack (B, Sq, Hq, D) says how far an fp32 implementation of the same contract may be from out:
+    a P that stands at a rounding boundary may become either neighbour there.
+    """
 
     out: torch.Tensor
     lse: torch.Tensor
+    slack: torch.Tensor
     q_row: Quantised
     q_col: Quantised
     k_row: Quantised
@@ -162,40 +167,44 @@ class ReferenceForward(NamedTuple):
     right: int
 
 
-def _product_full(p, n, v_col):
-    """P·V of a full tile: one scale per row and tile. p (keys,), v_col (keys, D) dequantised."""
-    p_quantised = decode_e4m3(encode_e4m3(256 * p)) * 2.0 ** (n - 8)
-    return (p_quantised[:, None] * v_col).sum(dim=0)
+def _quantise_p_full(p, n):
+    """P of a full tile as the product sees it: one scale per row and tile. p (..., keys)."""
+    return decode_e4m3(encode_e4m3(256 * p)) * 2.0 ** (n - 8)
 
 
-def _product_cut(p, seen, n, v_payload, v_factor):
-    """P·V of a cut tile: the token scales go into P, 32 keys of the row share one scale.
+def _quantise_p_cut(p, seen, n, v_factor):
+    """P of a cut tile: the token scales go into it, 32 keys of the row share one scale.
 
-    p (keys,), 0 where not seen; seen (keys,) bool; v_payload (keys, D) finite; v_factor (keys,).
+    p (..., keys); seen (keys,) bool; v_factor (keys,). The right operand is V's payload.
     """
-    total = torch.zeros(v_payload.shape[1], dtype=torch.float64)
     folded = torch.where(seen, p * v_factor, torch.zeros_like(p))
-    for p_block, v_block in zip(folded.split(BLOCK), v_payload.split(BLOCK)):
-        byte = int(rceil_byte(p_block.abs().amax()))
-        if byte == 255:
-            return torch.full_like(total, NAN)
-        byte = min(max(byte, max(0, -n)), min(254, 254 - n))
-        payload = encode_e4m3(p_block * 2.0 ** (127 - byte))
-        p_quantised = decode_e4m3(payload) * 2.0 ** (byte + n - 127)
-        total += (p_quantised[:, None] * v_block).sum(dim=0)
-    return total
+    blocks = []
+    for block in folded.split(BLOCK, dim=-1):
+        byte = rceil_byte(block.abs().amax(dim=-1, keepdim=True)).int()
+        moved = byte.clamp(max(0, -n), min(254, 254 - n))
+        byte = torch.where(byte == 255, byte, moved)
+        payload = encode_e4m3(block * _E8M0_INVERSES[byte])
+        blocks.append(decode_e4m3(payload) * decode_e8m0(byte) * 2.0**n)  # NaN where byte is 255
+    return torch.cat(blocks, dim=-1)
 
 
-def _forward_row(x, seen, is_full, v_col, v_payload, v_factor):
+def _times(p, v):
+    """(keys,) times (keys, D). No BLAS: 0 · NaN must be NaN."""
+    return (p[:, None] * v).sum(dim=0)
+
+
+def _forward_row(x, doubt, seen, is_full, v_col, v_payload, v_factor):
     """One query row of one head.
 
     Args:
-      x: (Sk,) logits in bits.   seen: range of the visible keys.
-      is_full: per key tile.     v_col: (Sk, D); v_payload: (Sk, D), v_factor: (Sk,) tokenwise.
-    Returns: O (D,), LSE (float).
+      x: (Sk,) logits in bits.   doubt: relative error of p that fp32 logits may cause.
+      seen: range of the visible keys.   is_full: per key tile.
+      v_col: (Sk, D); v_payload: (Sk, D), v_factor: (Sk,) tokenwise.
+    Returns: O (D,), LSE (float), slack (D,) of O.
     """
     acc = torch.zeros(v_col.shape[1], dtype=torch.float64)
-    row_sum = quantised_excess = 0.0  # l and l_q
+    slack = torch.zeros_like(acc)
+    row_sum = torch.zeros(3, dtype=torch.float64)  # l, l_q, and the slack of l_q
     reference = None  # r
     for index, tile in reversed(list(enumerate(_tiles(len(x), TILE)))):
         first, stop = max(tile.start, seen.start), min(tile.stop, seen.stop)
@@ -203,35 +212,40 @@ def _forward_row(x, seen, is_full, v_col, v_payload, v_factor):
             continue  # n = -119 with nothing to add
         maximum = float(x[first:stop].amax())
         if math.isnan(maximum):
-            return torch.full_like(acc, NAN), NAN
+            return torch.full_like(acc, NAN), NAN, slack
         if reference is None:
             reference = maximum
         n = max(math.ceil(maximum - reference), -119)
         if n > 60:
             shrink = 2.0 ** (reference - maximum)
-            acc, row_sum, quantised_excess = (
-                acc * shrink,
-                row_sum * shrink,
-                quantised_excess * shrink,
-            )
+            acc, slack, row_sum = acc * shrink, slack * shrink, row_sum * shrink
             reference, n = maximum, 0
 
         p = torch.zeros(len(tile), dtype=torch.float64)
         p[first - tile.start : stop - tile.start] = torch.exp2(x[first:stop] - reference - n)
-        p_max = torch.tensor(2.0 ** (maximum - reference - n), dtype=torch.float64)
-        p_max_quantised = decode_e4m3(encode_e4m3(256 * p_max)) / 256
-        row_sum += 2.0**n * float(p.sum())
-        quantised_excess += 2.0**n * float(p_max_quantised - p_max)
+        row_sum[0] += 2.0**n * p.sum()
+        p = torch.stack([p, p * (1 - doubt), p * (1 + doubt)])
+        p_max = p.amax(dim=-1)
+        p_max_rounded = decode_e4m3(encode_e4m3(256 * p_max)) / 256
+        row_sum[1] += 2.0**n * (p_max_rounded[0] - p_max[0])
+        row_sum[2] += 2.0**n * (p_max_rounded[2] - p_max_rounded[1])
 
         keys = slice(tile.start, tile.stop)
         if is_full[index]:
-            acc = acc + _product_full(p, n, v_col[keys])
+            v = v_col[keys]
+            rounded, lowest, highest = _quantise_p_full(p, n)
         else:
+            v = v_payload[keys]
             is_seen = torch.tensor([k in seen for k in tile])
-            acc = acc + _product_cut(p, is_seen, n, v_payload[keys], v_factor[keys])
+            rounded, lowest, highest = _quantise_p_cut(p, is_seen, n, v_factor[keys])
+        acc = acc + _times(rounded, v)
+        slack = slack + _times(highest - lowest + doubt * rounded, v.abs())
     if reference is None:
-        return acc, -INF
-    return acc / (row_sum + quantised_excess), (math.log2(row_sum) + reference) * math.log(2)
+        return acc, -INF, slack
+    total = row_sum[0] + row_sum[1]
+    out = acc / total
+    slack = (slack + out.abs() * (row_sum[2] + doubt * total)) / total
+    return out, (math.log2(row_sum[0]) + reference) * math.log(2), slack
 
 
 def attention_forward(q, k, v, softmax_scale=None, causal=False, window=(-1, -1)):
@@ -249,6 +263,7 @@ def attention_forward(q, k, v, softmax_scale=None, causal=False, window=(-1, -1)
     result = ReferenceForward(
         out=torch.zeros(q.shape, dtype=torch.float64),
         lse=torch.full((batch, nheads, seqlen_q), -INF, dtype=torch.float64),
+        slack=torch.zeros(q.shape, dtype=torch.float64),
         q_row=quantise(q, "rowwise"),
         q_col=quantise(q, "colwise"),
         k_row=quantise(k, "rowwise"),
@@ -264,21 +279,28 @@ def attention_forward(q, k, v, softmax_scale=None, causal=False, window=(-1, -1)
     )
     v_payload, v_factor = decode_e4m3(result.v_tok.payload), decode_e8m0(result.v_tok.scale)
     key_tiles = _tiles(seqlen_k, TILE)
+    to_bits = scale * math.log2(math.e)
     for query_tile in _tiles(seqlen_q, TILE):
         is_full = [_is_full(query_tile, t, seqlen_q, seqlen_k, left, right) for t in key_tiles]
         for b in range(batch):
             for h in range(nheads):
                 hk = h // (nheads // nheads_k)
-                logits = q_values[b, :, h] @ k_values[b, :, hk].T
+                x = q_values[b, :, h] @ k_values[b, :, hk].T * to_bits
+                # fp32 sums err by a few 2^-24 of the sum of magnitudes, and 2^error is 1 + ln2·error.
+                magnitude = q_values[b, :, h].abs() @ k_values[b, :, hk].abs().T * abs(to_bits)
                 for i in query_tile:
-                    result.out[b, i, h], result.lse[b, h, i] = _forward_row(
-                        logits[i] * (scale * math.log2(math.e)),
-                        visible_keys(i, seqlen_q, seqlen_k, left, right),
+                    keys = visible_keys(i, seqlen_q, seqlen_k, left, right)
+                    largest = magnitude[i, keys.start : keys.stop].max() if len(keys) else 0.0
+                    row = _forward_row(
+                        x[i],
+                        float(2.0**-22 * max(largest, 1.0)),
+                        keys,
                         is_full,
                         v_values[b, :, hk],
                         v_payload[b, :, hk],
                         v_factor[b, :, hk, 0],
                     )
+                    result.out[b, i, h], result.lse[b, h, i], result.slack[b, i, h] = row
     return result
 
 
@@ -307,7 +329,9 @@ def _p_and_ds(q, k, v, do, delta, lse, scale, seen):
         if len(keys) == 0 or lse[i] == -INF:
             continue
         at = slice(keys.start, keys.stop)
-        p[i, at] = torch.exp2(logits[i, at] - lse[i] * math.log2(math.e))
+        # P <= 1, also where |x| is so large that the difference is nothing but rounding.
+        exponent = (logits[i, at] - lse[i] * math.log2(math.e)).clamp(max=0.0)
+        p[i, at] = torch.exp2(exponent)
         ds[i, at] = p[i, at] * (dp[i, at] - delta[i])
     return p, ds
 
@@ -339,10 +363,10 @@ def attention_backward(dout, forward, out=None, lse=None):
         do_row=do_row,
         do_col=do_col,
     )
-    delta = (dout * out.detach().double()).sum(dim=-1)  # (B, Sq, Hq)
     q_row, k_row, v_tok = (t.dequantise() for t in (forward.q_row, forward.k_row, forward.v_tok))
     q_col, k_col = forward.q_col.dequantise(), forward.k_col.dequantise()
     do_row_values, do_col_values = do_row.dequantise(), do_col.dequantise()
+    delta = (do_row_values * out.detach().double()).sum(dim=-1)  # (B, Sq, Hq)
     seen = [
         visible_keys(i, seqlen_q, seqlen_k, forward.left, forward.right) for i in range(seqlen_q)
     ]

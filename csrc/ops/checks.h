@@ -1,5 +1,5 @@
-// Host checks. The typed errors that users see are raised in Python first; these are the backstop, because the
-// stable ABI carries every C++ exception as RuntimeError.
+// Host checks. The typed errors that users see are raised in Python first; these are the backstop,
+// because the stable ABI carries every C++ exception as RuntimeError.
 #pragma once
 
 #include <torch/headeronly/util/Exception.h>

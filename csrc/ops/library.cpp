@@ -1,5 +1,5 @@
-// The operator schemas. `quantize` runs natively on CPU (quantize.cpp); fwd and bwd get their implementations from
-// flash_attn_mx/ops.py. No Python.h here: one binary serves every Python and torch >= 2.11.
+// The operator schemas. `quantize` runs natively on CPU (quantize.cpp); fwd and bwd get their
+// implementations from flash_attn_mx/ops.py. No Python.h: one binary serves every Python.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(flash_attn_mx, m) {

@@ -54,7 +54,9 @@ def test_c43_explain_names_path_and_reason_without_warning():
     assert plans[0].backend == "portable" and [r.code for r in plans[0].reasons] == ["device"]
     assert "cpu" in str(plans[0])
     with_dropout = famx.explain(q, k, v, dropout_p=0.1)
-    assert with_dropout.backend == "high_precision" and [r.code for r in with_dropout.reasons] == ["dropout"]
+    assert with_dropout.backend == "high_precision" and [r.code for r in with_dropout.reasons] == [
+        "dropout"
+    ]
     assert famx.explain(q, k, v, backend="portable").reasons == ()
 
 
@@ -72,7 +74,9 @@ def test_c43_strict_switch_raises_and_silent_is_silent():
 def test_c43_large_head_dim_raises():
     """D = 512 is refused with the way out, not computed slowly."""
     q, k, v = qkv(head_dim=512)
-    with pytest.raises(ValueError, match="head_dim: expected 1 to 256.*scaled_dot_product_attention.*got 512"):
+    with pytest.raises(
+        ValueError, match="head_dim: expected 1 to 256.*scaled_dot_product_attention.*got 512"
+    ):
         famx.flash_attn_func(q, k, v)
 
 
@@ -80,10 +84,20 @@ def test_c43_large_head_dim_raises():
 def test_c39_unsupported_device_falls_back_with_right_results(device):
     """A device without sm_100 kernels gets the portable path's results."""
     q, k, v = (x.to(device) for x in qkv())
-    assert torch.equal(famx.flash_attn_func(q, k, v), famx.flash_attn_func(q, k, v, backend="portable"))
+    assert torch.equal(
+        famx.flash_attn_func(q, k, v), famx.flash_attn_func(q, k, v, backend="portable")
+    )
 
 
-@pytest.mark.parametrize("capability,code", [((8, 0), "capability"), ((9, 0), "capability"), ((12, 0), "capability"), ((10, 0), "not_built")])
+@pytest.mark.parametrize(
+    "capability,code",
+    [
+        ((8, 0), "capability"),
+        ((9, 0), "capability"),
+        ((12, 0), "capability"),
+        ((10, 0), "not_built"),
+    ],
+)
 def test_c39_reason_for_each_capability(monkeypatch, capability, code):
     """Only 10.x is served by kernels, and only if they are built."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -118,7 +132,9 @@ def test_unknown_settings_are_refused():
 
 
 def expected_sdpa(q, k, v, **kwargs):
-    out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True, **kwargs)
+    out = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True, **kwargs
+    )
     return out.transpose(1, 2)
 
 
@@ -127,8 +143,12 @@ def test_c42_attn_mask_is_never_dropped():
     q, k, v = qkv()
     lower = torch.ones(40, 40, dtype=torch.bool).tril()
     bias = torch.randn(1, 4, 40, 40)
-    torch.testing.assert_close(famx.flash_attn_func(q, k, v, attn_mask=lower), expected_sdpa(q, k, v, attn_mask=lower))
-    torch.testing.assert_close(famx.flash_attn_func(q, k, v, attn_mask=bias), expected_sdpa(q, k, v, attn_mask=bias))
+    torch.testing.assert_close(
+        famx.flash_attn_func(q, k, v, attn_mask=lower), expected_sdpa(q, k, v, attn_mask=lower)
+    )
+    torch.testing.assert_close(
+        famx.flash_attn_func(q, k, v, attn_mask=bias), expected_sdpa(q, k, v, attn_mask=bias)
+    )
     both = bias.masked_fill(~lower, float("-inf"))
     got = famx.flash_attn_func(q, k, v, attn_mask=bias, causal=True)
     torch.testing.assert_close(got, expected_sdpa(q, k, v, attn_mask=both))
@@ -142,10 +162,14 @@ def test_c48_dropout_is_applied_as_given():
     v = torch.ones(1, 64, 2, 32)
     torch.manual_seed(0)
     famx.set_fallback("silent")
-    mean = torch.stack([famx.flash_attn_func(q, k, v, dropout_p=0.1).mean() for _ in range(200)]).mean()
+    mean = torch.stack(
+        [famx.flash_attn_func(q, k, v, dropout_p=0.1).mean() for _ in range(200)]
+    ).mean()
     assert abs(mean - 1) < 0.01
     without = [famx.flash_attn_func(q, k, v) for _ in range(2)]
-    assert torch.equal(*without) and (without[0] - 1).abs().max() < 0.03  # rounding of P, averaged over 64 keys
+    assert (
+        torch.equal(*without) and (without[0] - 1).abs().max() < 0.03
+    )  # rounding of P, averaged over 64 keys
     with pytest.raises(NotImplementedError, match="dropout"):
         famx.flash_attn_func(q, k, v, dropout_p=0.1, backend="portable")
     with pytest.raises(ValueError, match=r"dropout_p: expected a probability in \[0, 1\), got 1.0"):
@@ -165,14 +189,22 @@ def test_policy_short_sequences_and_outliers():
     assert plan.backend == "high_precision" and "amax/rms of k" in plan.reasons[0].text
 
 
-OPTIONS = list(itertools.product([False, True], [(-1, -1), (7, 2)], [1, 2], [False, True], [False, True], [False, True]))
+OPTIONS = list(
+    itertools.product(
+        [False, True], [(-1, -1), (7, 2)], [1, 2], [False, True], [False, True], [False, True]
+    )
+)
 
 
 @pytest.mark.parametrize("causal,window,groups,varlen,deterministic,return_lse", OPTIONS)
-def test_c49_every_option_combination_works(causal, window, groups, varlen, deterministic, return_lse):
+def test_c49_every_option_combination_works(
+    causal, window, groups, varlen, deterministic, return_lse
+):
     """causal x window x GQA x varlen x deterministic x return_lse: forward and backward run and agree with the plain call."""
     q, k, v = (x.requires_grad_() for x in qkv(seqlen=40, nheads=2 * groups, nheads_k=2))
-    options = dict(causal=causal, window_size=window, deterministic=deterministic, return_lse=return_lse)
+    options = dict(
+        causal=causal, window_size=window, deterministic=deterministic, return_lse=return_lse
+    )
     dense = famx.flash_attn_func(q, k, v, **options)
     if varlen:
         cu = torch.tensor([0, 40], dtype=torch.int32)
