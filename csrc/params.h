@@ -17,9 +17,10 @@ struct alignas(64) TensorMapBytes {
 //   atom = (b * heads + h) * tiles + tile, where tiles = ceil(seqlen / 128)                        dense
 //   atom = h * tiles + cu[b] / 128 + b + tile, where tiles = total / 128 + number of sequences      packed
 // Rows of an atom: tokens (q, k) or channels (v); columns: blocks of 32 along head_dim (q, k) or tokens (v).
-// Bytes of rows and columns that no element uses may hold anything.
+// Bytes of rows and columns that no element uses may hold anything. Atoms start at 16-byte boundaries.
 struct AttnFwdParams {
-  TensorMapBytes q, k, v, v_tok;  // payloads: q, k rowwise; v colwise; v_tok tokenwise (used on cut tiles only)
+  // Payloads: q, k rowwise; v colwise; v_tok tokenwise, read on cut tiles only: without a window any valid map will do.
+  TensorMapBytes q, k, v, v_tok;
   const uint8_t* q_scale;
   const uint8_t* k_scale;
   const uint8_t* v_scale;
@@ -31,14 +32,15 @@ struct AttnFwdParams {
   int64_t v_tok_scale_stride_batch, v_tok_scale_stride_token, v_tok_scale_stride_head;
   int64_t out_stride_batch, out_stride_token, out_stride_head;
   int64_t lse_stride_batch, lse_stride_head;
-  int32_t batch, heads, heads_per_kv, head_dim;  // heads_per_kv: query heads that share one key head
-  int32_t seqlen_q, seqlen_k;                    // packed: the longest ones
-  int32_t q_scale_tiles, k_scale_tiles;          // atoms per head, of q and of k and v
-  int32_t window_left, window_right;             // -1: unlimited
-  int32_t q_blocks;      // work items per head: ceil(seqlen_q / 256)
-  float scale_log2;      // |softmax_scale| * log2(e), at least the smallest normal float
-  int32_t negate;        // softmax_scale < 0
-  int32_t out_aligned;   // rows of out start at 16-byte boundaries
+  int32_t batch, heads, heads_per_kv,
+      head_dim;                          // heads_per_kv: query heads that share one key head
+  int32_t seqlen_q, seqlen_k;            // packed: the longest ones
+  int32_t q_scale_tiles, k_scale_tiles;  // atoms per head, of q and of k and v
+  int32_t window_left, window_right;     // -1: unlimited
+  int32_t q_blocks;                      // work items per head: ceil(seqlen_q / 256)
+  float scale_log2;     // |softmax_scale| * log2(e), at least the smallest normal float
+  int32_t negate;       // softmax_scale < 0
+  int32_t out_aligned;  // rows of out start at 16-byte boundaries
 };
 
 // Backward. A row tile is 128 query rows of one head and sequence; its number is that of q's scale atom above, so that

@@ -28,7 +28,10 @@ class Params(ctypes.Structure):
         *((f"out_stride_{d}", ctypes.c_int64) for d in ("batch", "token", "head")),
         *((f"lse_stride_{d}", ctypes.c_int64) for d in ("batch", "head")),
         *((name, ctypes.c_int32) for name in ("batch", "heads", "heads_per_kv", "head_dim")),
-        *((name, ctypes.c_int32) for name in ("seqlen_q", "seqlen_k", "q_scale_tiles", "k_scale_tiles")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("seqlen_q", "seqlen_k", "q_scale_tiles", "k_scale_tiles")
+        ),
         *((name, ctypes.c_int32) for name in ("window_left", "window_right", "q_blocks")),
         ("scale_log2", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("negate", "out_aligned")),
@@ -53,7 +56,12 @@ def quantise(q, k, v, cu_q=None, cu_k=None):
         return mx.data, mx.scale
 
     return Operands(
-        pair(q, "rowwise"), pair(k, "rowwise"), pair(v, "colwise", cu_k), pair(v, "tokenwise"), cu_q, cu_k
+        pair(q, "rowwise"),
+        pair(k, "rowwise"),
+        pair(v, "colwise", cu_k),
+        pair(v, "tokenwise"),
+        cu_q,
+        cu_k,
     )
 
 
@@ -70,7 +78,12 @@ def _map(payload, head_dim, box_dim):
     sizes = (head_dim, max(s, 1), h, b)
     strides = tuple(max(16, n) for n in (st[1], st[2], st[0]))
     return emulator.TensorMap.tiled(
-        payload, (box_dim, TILE, 1, 1), dims=sizes, strides=strides, dtype="uint8", swizzle=f"{box_dim}B"
+        payload,
+        (box_dim, TILE, 1, 1),
+        dims=sizes,
+        strides=strides,
+        dtype="uint8",
+        swizzle=f"{box_dim}B",
     )
 
 
@@ -93,7 +106,11 @@ def _atoms(scale, axis, cu, padding):
         else:
             first = start // 32 + b
             rows = scale[first : first + -(-(stop - start) // 32)]
-        s = to_swizzled128x4(operand_matrix(rows, axis), padding).view(torch.uint8).view(heads, -1, 512)
+        s = (
+            to_swizzled128x4(operand_matrix(rows, axis), padding)
+            .view(torch.uint8)
+            .view(heads, -1, 512)
+        )
         first = start // TILE + b
         out[:, first : first + s.shape[1]] = s
     return out.view(-1, 512).contiguous(), tiles
@@ -113,7 +130,11 @@ def run(
     maps = [_map(x, head_dim, box) for x in payloads]
     (q_scale, q_tiles), (k_scale, k_tiles), (v_scale, v_tiles) = (
         _atoms(x[1], axis, cu, scale_padding)
-        for x, axis, cu in ((ops.q, "rowwise", ops.cu_q), (ops.k, "rowwise", ops.cu_k), (ops.v, "colwise", ops.cu_k))
+        for x, axis, cu in (
+            (ops.q, "rowwise", ops.cu_q),
+            (ops.k, "rowwise", ops.cu_k),
+            (ops.v, "colwise", ops.cu_k),
+        )
     )
     assert k_tiles == v_tiles
     v_tok_scale = dim4(ops.v_tok[1]).view(torch.uint8).contiguous()
@@ -144,7 +165,12 @@ def run(
     kernel = emulator.Module.from_ptx(ptx).kernels[f"attn_fwd_d{box}_{OUT_NAMES[out_dtype]}"]
     assert kernel.param_bytes == ctypes.sizeof(Params), (kernel.param_bytes, ctypes.sizeof(Params))
     report = kernel.launch(
-        grid=grid, block=THREADS, args=bytes(p), smem_bytes=_smem_bytes(box), buffers=buffers, **options
+        grid=grid,
+        block=THREADS,
+        args=bytes(p),
+        smem_bytes=_smem_bytes(box),
+        buffers=buffers,
+        **options,
     )
     if packed:
         out, lse = out[0], lse[0]
@@ -172,11 +198,19 @@ def expected(ops: Operands, *, softmax_scale=None, window=(-1, -1), out_dtype=to
         blocks = slice(first, first + -(-(tk.stop - tk.start) // 32))
 
         def one(pair, tokens, scales=None):
-            return pair[0][tokens].unsqueeze(0), pair[1][tokens if scales is None else scales].unsqueeze(0)
+            return pair[0][tokens].unsqueeze(0), pair[1][
+                tokens if scales is None else scales
+            ].unsqueeze(0)
 
-        o, l = portable.forward(
-            one(ops.q, tq), one(ops.k, tk), one(ops.v, tk, blocks), one(ops.v_tok, tk), scale, window, out_dtype
+        out, lse = portable.forward(
+            one(ops.q, tq),
+            one(ops.k, tk),
+            one(ops.v, tk, blocks),
+            one(ops.v_tok, tk),
+            scale,
+            window,
+            out_dtype,
         )
-        outs.append(o[0])
-        lses.append(l[0])
+        outs.append(out[0])
+        lses.append(lse[0])
     return torch.cat(outs), torch.cat(lses, -1)

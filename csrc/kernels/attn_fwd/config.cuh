@@ -64,10 +64,13 @@ constexpr int kSoftmaxRegisters = 224;
 constexpr int kOtherRegisters = 64;
 static_assert(kTile == kRowThreads, "one thread per row");
 static_assert(kTiles * kRowThreads * kSoftmaxRegisters +
-                      (kThreads - kTiles * kRowThreads) * kOtherRegisters <= 64 * 1024, "register file");
+                      (kThreads - kTiles * kRowThreads) * kOtherRegisters <=
+                  64 * 1024,
+              "register file");
 
-// Pairs of keys, of the 64 pairs of a row, whose exp2 runs on the FMA pipe instead of the MUFU.
-constexpr int kPolynomialPairs = 21;  // untuned: 86 keys and one maximum on the MUFU take 696 of the 700 cycles budgeted
+// Pairs of keys, of the 64 pairs of a row, whose exp2 runs on the FMA pipe instead of the MUFU. Untuned: chosen so that
+// the MUFU (86 keys and one maximum, 8 cycles each: 696) and the issue slots (docs/forward.md) come out close.
+constexpr int kPolynomialPairs = 21;
 
 template <int kHeadDim_>
 struct Config {
@@ -83,9 +86,12 @@ struct Config {
   static FAMX_DEVICE constexpr uint32_t region(int tile) { return s_column(1 - tile); }
   static constexpr uint32_t kP = 0;
   static constexpr uint32_t kSFP = 32, kSFV = 36, kSFQ = 40, kSFK = 44;  // relative to region(i)
-  static FAMX_DEVICE constexpr uint32_t o_column(int tile) { return kTiles * kTile + tile * kHeadDim; }
+  static FAMX_DEVICE constexpr uint32_t o_column(int tile) {
+    return kTiles * kTile + tile * kHeadDim;
+  }
   static_assert(kTiles * (kTile + kHeadDim) <= kTmemColumns, "TMEM");
-  static_assert(kP + kTile / 4 <= kSFP && kSFK + kScaleAtomColumns <= kTile, "P and scales fit beside each other");
+  static_assert(kP + kTile / 4 <= kSFP && kSFK + kScaleAtomColumns <= kTile,
+                "P and scales fit beside each other");
 
   // Shared memory, as offsets from a 1024-byte boundary.
   static constexpr uint32_t kTileBytes = kTile * kHeadDim;
@@ -114,10 +120,10 @@ struct Span {
 
 // One work item: 256 query rows of one head. Every role derives it from the item's number.
 struct Work {
-  int batch, head, row;   // row: first query row, in the sequence
+  int batch, head, row;  // row: first query row, in the sequence
   int seqlen_q, seqlen_k;
-  int q_start, k_start;   // packed: first token of the sequence; dense: 0
-  int q_atom, k_atom;     // index of the scale atom of tile 0 of the sequence and head
+  int q_start, k_start;  // packed: first token of the sequence; dense: 0
+  int q_atom, k_atom;    // index of the scale atom of tile 0 of the sequence and head
   Window window;
   TileRange range0, range1;  // of the two query tiles
   int first, end;            // key tiles that at least one of them visits
@@ -127,8 +133,12 @@ struct Work {
   FAMX_DEVICE int key_tile(int step) const { return end - 1 - step; }
   FAMX_DEVICE int rows(int tile) const { return min(seqlen_q - row - tile * kTile, kTile); }
   FAMX_DEVICE TileRange range(int tile) const { return tile == 0 ? range0 : range1; }
-  FAMX_DEVICE bool wants_col(int key_tile) const { return range0.full(key_tile) || range1.full(key_tile); }
-  FAMX_DEVICE bool wants_token(int key_tile) const { return range0.cut(key_tile) || range1.cut(key_tile); }
+  FAMX_DEVICE bool wants_col(int key_tile) const {
+    return range0.full(key_tile) || range1.full(key_tile);
+  }
+  FAMX_DEVICE bool wants_token(int key_tile) const {
+    return range0.cut(key_tile) || range1.cut(key_tile);
+  }
   // Keys of the tile that exist; less than kTile on a sequence's last tile only.
   FAMX_DEVICE int keys(int key_tile) const { return min(seqlen_k - key_tile * kTile, kTile); }
 
@@ -155,7 +165,9 @@ struct Work {
     window = {p.window_left, p.window_right, seqlen_k - seqlen_q, seqlen_k};
     range0 = TileRange::of(window, row, min(row + kTile, seqlen_q));
     range1 = TileRange::of(window, row + kTile, min(row + 2 * kTile, seqlen_q));
-    first = range0.empty() ? range1.first : range1.empty() ? range0.first : min(range0.first, range1.first);
+    first = range0.empty()   ? range1.first
+            : range1.empty() ? range0.first
+                             : min(range0.first, range1.first);
     end = max(range0.end, range1.end);
   }
 };

@@ -42,7 +42,8 @@ FAMX_DEVICE void run(const AttnFwdParams& p) {
     ptx::tmem_allocate(smem + C::kTmemAddress, C::kTmemColumns);
     const uint32_t lane = threadIdx.x & 31;
     for (uint32_t at = 4 * lane; at < kScaleAtomBytes; at += 4 * 32)
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem + C::kOnes + at), "r"(kScaleOnes) : "memory");
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem + C::kOnes + at), "r"(kScaleOnes)
+                   : "memory");
     ptx::fence_proxy_async();  // tcgen05.cp reads them
   } else if (warp == kLoadWarp && ptx::elect_one()) {
     init_barriers<C>(smem);
@@ -80,9 +81,9 @@ FAMX_DEVICE void run(const AttnFwdParams& p) {
 
 }  // namespace flash_attn_mx::fwd
 
-#define FAMX_DEFINE_KERNEL(name, head_dim, out_type)                              \
-  extern "C" __global__ void __launch_bounds__(flash_attn_mx::fwd::kThreads, 1)   \
-      name(const __grid_constant__ flash_attn_mx::AttnFwdParams params) {         \
-    using namespace flash_attn_mx::fwd;                                           \
-    run<Config<head_dim>, out_type>(params);                                      \
+#define FAMX_DEFINE_KERNEL(name, head_dim, out_type)                            \
+  extern "C" __global__ void __launch_bounds__(flash_attn_mx::fwd::kThreads, 1) \
+      name(const __grid_constant__ flash_attn_mx::AttnFwdParams params) {       \
+    using namespace flash_attn_mx::fwd;                                         \
+    run<Config<head_dim>, out_type>(params);                                    \
   }

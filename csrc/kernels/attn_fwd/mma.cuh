@@ -25,6 +25,7 @@ struct Mma {
       ptx::mbarrier_wait(barrier_at(smem + C::kQFull, q.stage), q.parity);
       bool live0 = false, live1 = false;  // O_i holds a product
       for (int n = 0; n <= steps; ++n) {
+        __syncwarp();  // a lane left behind could miss a phase
         const bool has_qk = n < steps, has_pv = n > 0;
         const int qk_tile = work.key_tile(n), pv_tile = qk_tile + 1;
         VStages v;
@@ -116,10 +117,10 @@ struct Mma {
       ptx::tcgen05_fence_after();
       const uint32_t slot = q.stage * kTiles + i;
       const uint32_t sfq = tmem + C::region(i) + C::kSFQ, sfk = tmem + C::region(i) + C::kSFK;
-      ptx::tcgen05_cp_scales(
-          sfq, scale_atom_descriptor(smem + C::kQScale + slot * kScaleAtomBytes));
-      ptx::tcgen05_cp_scales(
-          sfk, scale_atom_descriptor(smem + C::kKVScale + k_stage * kScaleAtomBytes));
+      ptx::tcgen05_cp_scales(sfq,
+                             scale_atom_descriptor(smem + C::kQScale + slot * kScaleAtomBytes));
+      ptx::tcgen05_cp_scales(sfk,
+                             scale_atom_descriptor(smem + C::kKVScale + k_stage * kScaleAtomBytes));
       uint64_t a = C::Tile::descriptor(smem + C::kQ + slot * C::kTileBytes);
       uint64_t b = C::Tile::descriptor(smem + C::kKV + k_stage * C::kTileBytes);
       const uint32_t d = tmem + C::s_column(i);
@@ -157,10 +158,9 @@ struct Mma {
         const uint32_t d = tmem + C::o_column(i);
 #pragma unroll
         for (int k = 0; k < kTile / kMmaK; ++k)
-          MmaMxf8TS::fma(d, region + C::kP + k * MmaMxf8TS::kStepColumns,
-                         b + k * C::Tile::kStepAlongRows,
-                         mxf8_instruction<C::kHeadDim, cute::UMMA::Major::MN>(k), sfp, sfv,
-                         live || k > 0);
+          MmaMxf8TS::fma(
+              d, region + C::kP + k * MmaMxf8TS::kStepColumns, b + k * C::Tile::kStepAlongRows,
+              mxf8_instruction<C::kHeadDim, cute::UMMA::Major::MN>(k), sfp, sfv, live || k > 0);
       }
       ptx::tcgen05_commit(barrier_at(smem + C::kPVDone, i));
     }

@@ -8,10 +8,9 @@
 namespace flash_attn_mx::fwd {
 
 enum class TileKind {
-  kUnseen,    // no row sees a key: the query tile only takes part in the barriers
-  kFull,      // every row sees all 128 keys
-  kFullTail,  // ... all keys that exist; the sequence ends in this tile
-  kCut,       // some row does not see some key: V tokenwise, a scale byte per 32 keys
+  kUnseen,  // no row sees a key: the query tile only takes part in the barriers
+  kFull,    // every row sees all keys that exist
+  kCut,     // some row does not see some key: V tokenwise, a scale byte per 32 keys
 };
 
 template <class C>
@@ -43,6 +42,7 @@ struct Softmax {
     const int first = span.first;
     int run_first = span.end;  // of the run of key tiles of one kind; none yet
     TileKind kind = TileKind::kUnseen;
+    bool tail = false;  // the sequence ends in this key tile
     for (int key_tile = span.end - 1; key_tile >= first; --key_tile, ++step) {
       if (key_tile < run_first) {
         const Work work(p, ptx::opaque(item));
@@ -50,17 +50,17 @@ struct Softmax {
         kind = range.full(key_tile)     ? TileKind::kFull
                : range.active(key_tile) ? TileKind::kCut
                                         : TileKind::kUnseen;
-        if (kind == TileKind::kFull && work.keys(key_tile) < kTile) kind = TileKind::kFullTail;
-        run_first = kind == TileKind::kFullTail ? key_tile : range.run_first(key_tile);
+        tail = work.keys(key_tile) < kTile;
+        run_first = tail ? key_tile : range.run_first(key_tile);
       }
       const bool last = key_tile == first;
       ptx::mbarrier_wait(barrier_at(smem + C::kSFull, tile), step & 1);
       if (kind == TileKind::kFull) {
-        visit<TileKind::kFull>(item, key_tile, last);
-      } else if (kind == TileKind::kFullTail) {
-        visit<TileKind::kFullTail>(item, key_tile, last);
+        visit_full(item, key_tile, tail, last);
+        live = true;
       } else if (kind == TileKind::kCut) {
-        visit<TileKind::kCut>(item, key_tile, last);
+        visit_cut(item, key_tile, last);
+        live = true;
       } else {
         arrive(C::kSLoaded);
         wait_pv();
@@ -82,38 +82,40 @@ struct Softmax {
     if (started) ptx::mbarrier_wait(barrier_at(smem + C::kPVDone, tile), (step - 1) & 1);
   }
 
-  template <TileKind kKind>
-  FAMX_DEVICE void visit(int item, int key_tile, bool last) {
-    uint32_t s[4][32];
+  FAMX_DEVICE void visit_full(int item, int key_tile, bool tail, bool last) {
+    uint32_t s[4][32], payload[32];
     load_s(s);
-    uint32_t payload[32], scales;
-    if constexpr (kKind == TileKind::kCut) {
-      // Derived anew: carried along, it would cost registers in the other tiles.
-      const Work work(p, ptx::opaque(item));
-      stage_factors(work, key_tile);
-      // Keys [begin, begin + seen) of the tile are visible.
-      const int query = work.row + tile * kTile + row;
-      const int begin = max(work.window.first(query) - key_tile * kTile, 0);
-      const int end = min(work.window.end(query) - key_tile * kTile, kTile);
-      scales = cut_tile(s, payload, begin, max(end - begin, 0));
-    } else {
-      if constexpr (kKind == TileKind::kFullTail) {
-        const int keys = Work(p, ptx::opaque(item)).seqlen_k % kTile;
+    if (tail) {
+      const int keys = Work(p, ptx::opaque(item)).keys(key_tile);
 #pragma unroll
-        for (int k = 0; k < kTile; ++k)
-          if (k >= keys) s[k / 32][k % 32] = __float_as_uint(-kInfinity);
-      }
-      scales = full_tile(s, payload);
+      for (int k = 0; k < kTile; ++k)
+        if (k >= keys) s[k / 32][k % 32] = __float_as_uint(-kInfinity);
     }
+    const uint32_t scales = full_tile(s, payload);
     store_p(payload, scales, last);
-    live = true;
+  }
+
+  FAMX_DEVICE void visit_cut(int item, int key_tile, bool last) {
+    uint32_t s[4][32], payload[32];
+    load_s(s);
+    // Derived anew: carried along, it would cost registers in the other tiles.
+    const Work work(p, ptx::opaque(item));
+    const int opaque_row = ptx::opaque(row);
+    stage_factors(work, key_tile, opaque_row);
+    // Keys [begin, begin + seen) of the tile are visible.
+    const int query = work.row + tile * kTile + opaque_row;
+    const int begin = max(work.window.first(query) - key_tile * kTile, 0);
+    const int end = min(work.window.end(query) - key_tile * kTile, kTile);
+    const uint32_t scales = cut_tile(s, payload, begin, max(end - begin, 0));
+    store_p(payload, scales, last);
   }
 
   // S_i -> registers -> s_loaded[i]
   FAMX_DEVICE void load_s(uint32_t (&s)[4][32]) {
     ptx::tcgen05_fence_after();  // S was written by the mma
 #pragma unroll
-    for (int k = 0; k < 4; ++k) ptx::tmem_load_32(s[k], tmem + C::s_column(0) + tile * kTile + 32 * k);
+    for (int k = 0; k < 4; ++k)
+      ptx::tmem_load_32(s[k], tmem + C::s_column(0) + tile * kTile + 32 * k);
     ptx::tmem_wait_load();
 #pragma unroll
     for (int k = 0; k < 4; ++k) ptx::pin(s[k]);
@@ -142,9 +144,12 @@ struct Softmax {
   }
 
   // Where m lies more than 60 above r, r moves up to m (for the first visible key too, where r is -inf).
+  FAMX_DEVICE static bool must_move(float m, float reference) {
+    return m - reference > kMaxTileExponent;
+  }
+
   FAMX_DEVICE void move_reference(float m) {
-    const bool move = m - state.reference > kMaxTileExponent;
-    if (!__any_sync(0xFFFFFFFFu, move)) return;
+    const bool move = must_move(m, state.reference);
     const float moved = move ? m : state.reference;
     const float factor = move ? ptx::exp2_approx(state.reference - moved) : 1.0f;
     const bool rescale = move && state.reference > -kInfinity;
@@ -171,13 +176,34 @@ struct Softmax {
     ptx::tmem_wait_store();
   }
 
+  // The S whose x, unrounded, is the rounded x of s minus shift.
+  FAMX_DEVICE float from_shifted(float s, float shift) const {
+    return __fdividef(__fmul_rn(s, p.scale_log2) - shift, p.scale_log2);
+  }
+
   // Returns the scale word: one byte for all 128 keys. payload = e4m3(256 p).
-  FAMX_DEVICE uint32_t full_tile(const uint32_t (&s)[4][32], uint32_t (&payload)[32]) {
+  FAMX_DEVICE uint32_t full_tile(uint32_t (&s)[4][32], uint32_t (&payload)[32]) {
     using namespace ptx;
-    const float m = row_max(s) * p.scale_log2;
-    move_reference(m);
-    const TileExponent n(m - state.reference);
-    const float bias = (8.0f - n.value) - state.reference;
+    float largest = row_max(s);
+    const float m = largest * p.scale_log2;
+    // Three rare things share one vote: a row's first key, a reference that moves, logits that one fma does not resolve.
+    const bool far = fabsf(m) > kFarLogit;
+    float reference = state.reference, anchor = reference;
+    if (__any_sync(0xFFFFFFFFu, far || must_move(m, reference))) {
+      move_reference(m);
+      reference = anchor = state.reference == -kInfinity ? 0.0f : state.reference;
+      if (__any_sync(0xFFFFFFFFu, far)) {
+        const float shift = m == -kInfinity ? 0.0f : m;
+        anchor -= shift;
+        largest = from_shifted(largest, shift);
+#pragma unroll
+        for (int k = 0; k < kTile; ++k)
+          s[k / 32][k % 32] =
+              __float_as_uint(from_shifted(__uint_as_float(s[k / 32][k % 32]), shift));
+      }
+    }
+    const TileExponent n(m - reference);
+    const float bias = (8.0f - n.value) - anchor;
     const Exp2 exp2(p.scale_log2, bias);
     Float2 sum[2] = {pack(0.0f, 0.0f), pack(0.0f, 0.0f)};
 #pragma unroll
@@ -186,7 +212,8 @@ struct Softmax {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int at = 4 * g + 2 * h;
-        const float s0 = __uint_as_float(s[at / 32][at % 32]), s1 = __uint_as_float(s[at / 32][at % 32 + 1]);
+        const float s0 = __uint_as_float(s[at / 32][at % 32]),
+                    s1 = __uint_as_float(s[at / 32][at % 32 + 1]);
         e[h] = on_fma_pipe(at / 2, kPolynomialPairs) ? exp2.polynomial(s0, s1) : exp2.mufu(s0, s1);
         sum[h] = add(sum[h], e[h]);
       }
@@ -195,13 +222,14 @@ struct Softmax {
     sum[0] = add(sum[0], sum[1]);
     const float weight = n.weight_256();
     state.sum = __fmaf_rn(weight, low(sum[0]) + high(sum[0]), state.sum);
-    state.sum_quantised =
-        __fmaf_rn(weight, rounding_of_largest<256>(exp2_approx(m + bias)), state.sum_quantised);
+    state.sum_quantised = __fmaf_rn(
+        weight, rounding_of_largest<256>(exp2_approx(__fmaf_rn(largest, p.scale_log2, bias))),
+        state.sum_quantised);
     return n.bytes();
   }
 
   // Token scales of V as floats, NaN for poisoned tokens, 1 behind the end of the sequence.
-  FAMX_DEVICE void stage_factors(const Work& work, int key_tile) {
+  FAMX_DEVICE void stage_factors(const Work& work, int key_tile, int row) {
     const int key = key_tile * kTile + row;
     uint32_t byte = 127;
     if (key < work.seqlen_k)
@@ -217,14 +245,17 @@ struct Softmax {
   }
 
   // Returns the scale word: a byte per 32 keys. payload = e4m3(p * factor * 2^(127 - byte)), 0 for keys not seen.
-  FAMX_DEVICE uint32_t cut_tile(uint32_t (&s)[4][32], uint32_t (&payload)[32], int begin, int seen) {
+  FAMX_DEVICE uint32_t cut_tile(uint32_t (&s)[4][32], uint32_t (&payload)[32], int begin,
+                                int seen) {
     using namespace ptx;
     const auto visible = [&](int key) { return uint32_t(key - begin) < uint32_t(seen); };
 #pragma unroll
-    for (int k = 0; k < kTile; ++k)
-      if (!visible(k)) s[k / 32][k % 32] = __float_as_uint(-kInfinity);
-    const float m = row_max(s) * p.scale_log2;
-    move_reference(m);
+    for (int k = 0; k < kTile; ++k) {
+      const float x = __uint_as_float(s[k / 32][k % 32]) * p.scale_log2;
+      s[k / 32][k % 32] = __float_as_uint(visible(k) ? x : -kInfinity);
+    }
+    const float m = row_max(s);
+    if (__any_sync(0xFFFFFFFFu, must_move(m, state.reference))) move_reference(m);
     const float reference = state.reference == -kInfinity ? 0.0f : state.reference;
     const TileExponent n(m - reference);
     const int tile_exponent = int(n.byte & 255) + kMinTileExponent;
@@ -243,7 +274,7 @@ struct Softmax {
         const float f[4] = {f4.x, f4.y, f4.z, f4.w};
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const float e = exp2_approx(__fmaf_rn(__uint_as_float(s[b][k + j]), p.scale_log2, bias));
+          const float e = exp2_approx(__uint_as_float(s[b][k + j]) + bias);
           sum += e;
           const float scaled = visible(32 * b + k + j) ? e * f[j] : 0.0f;
           amax = max_nan(amax, scaled);

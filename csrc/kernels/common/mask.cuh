@@ -6,7 +6,8 @@
 
 namespace flash_attn_mx {
 
-constexpr int kTile = 128;  // rows of a query tile and keys of a key tile; part of the numerics contract
+constexpr int kTile =
+    128;  // rows of a query tile and keys of a key tile; part of the numerics contract
 
 // Row i sees the keys of [first(i), end(i)). A negative side is unlimited.
 struct Window {

@@ -10,10 +10,10 @@
 
 namespace flash_attn_mx {
 
-constexpr int kMmaM = 128;             // the only M that block scaling has with one CTA
-constexpr int kMmaK = 32;              // bytes of a row that one instruction contracts: one scale block
-constexpr int kScaleAtomBytes = 512;   // 128 rows x 4 blocks
-constexpr int kScaleAtomColumns = 4;   // of tensor memory
+constexpr int kMmaM = 128;  // the only M that block scaling has with one CTA
+constexpr int kMmaK = 32;   // bytes of a row that one instruction contracts: one scale block
+constexpr int kScaleAtomBytes = 512;  // 128 rows x 4 blocks
+constexpr int kScaleAtomColumns = 4;  // of tensor memory
 
 // D[128 x kN] (+)= A · B^T in fp32. k_block selects the byte of the scale words: block 0..3 of a 128-element row.
 // CuTe sets the same field through the top two bits of the scale address (cute/atom/mma_traits_sm100.hpp).
@@ -42,8 +42,8 @@ struct SwizzledTile {
   static constexpr uint32_t kPatternBytes = 8 * kRowBytes;
 
   // To be added to the descriptor per instruction, in units of 16 bytes.
-  static constexpr uint32_t kStepAlongRow = kMmaK >> 4;                // K-major: the next 32 bytes
-  static constexpr uint32_t kStepAlongRows = kMmaK * kRowBytes >> 4;   // MN-major: the next 32 rows
+  static constexpr uint32_t kStepAlongRow = kMmaK >> 4;               // K-major: the next 32 bytes
+  static constexpr uint32_t kStepAlongRows = kMmaK * kRowBytes >> 4;  // MN-major: the next 32 rows
 
   static FAMX_DEVICE uint64_t descriptor(uint32_t smem) {
     cute::UMMA::SmemDescriptor d{};
@@ -73,8 +73,8 @@ struct MmaMxf8SS {
                               uint32_t scale_a, uint32_t scale_b, bool accumulate) {
     asm volatile(
         "{\n .reg .pred p;\n setp.ne.b32 p, %6, 0;\n"
-        " tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale [%0], %1, %2, %3, [%4], [%5], p;\n}\n" ::
-            "r"(d),
+        " tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale [%0], %1, %2, %3, [%4], [%5], "
+        "p;\n}\n" ::"r"(d),
         "l"(a), "l"(b), "r"(instruction), "r"(scale_a), "r"(scale_b), "r"(uint32_t(accumulate))
         : "memory");
   }
@@ -88,8 +88,8 @@ struct MmaMxf8TS {
                               uint32_t scale_a, uint32_t scale_b, bool accumulate) {
     asm volatile(
         "{\n .reg .pred p;\n setp.ne.b32 p, %6, 0;\n"
-        " tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale [%0], [%1], %2, %3, [%4], [%5], p;\n}\n" ::
-            "r"(d),
+        " tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale [%0], [%1], %2, %3, [%4], [%5], "
+        "p;\n}\n" ::"r"(d),
         "r"(a), "l"(b), "r"(instruction), "r"(scale_a), "r"(scale_b), "r"(uint32_t(accumulate))
         : "memory");
   }

@@ -17,9 +17,8 @@ FAMX_DEVICE uint32_t smem_address(const void* p) {
 // One lane of a converged warp; the same lane every time (9.7.13.15).
 FAMX_DEVICE bool elect_one() {
   uint32_t elected;
-  asm volatile(
-      "{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}\n"
-      : "=r"(elected));
+  asm volatile("{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}\n"
+               : "=r"(elected));
   return elected != 0;
 }
 
@@ -130,8 +129,8 @@ FAMX_DEVICE void tma_load_4d(uint32_t smem, const void* map, uint32_t barrier, i
 
 FAMX_DEVICE void bulk_load(uint32_t smem, const void* global, uint32_t bytes, uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          smem),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(smem),
       "l"(global), "r"(bytes), "r"(barrier)
       : "memory");
 }
@@ -139,10 +138,10 @@ FAMX_DEVICE void bulk_load(uint32_t smem, const void* global, uint32_t bytes, ui
 // --- tensor memory (9.7.16) ---------------------------------------------------------------------
 
 FAMX_DEVICE void tmem_allocate(uint32_t smem_result, uint32_t columns) {
-  asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(
-                   smem_result),
-               "r"(columns)
-               : "memory");
+  asm volatile(
+      "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(smem_result),
+      "r"(columns)
+      : "memory");
   asm volatile("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;");
 }
 
@@ -167,14 +166,11 @@ FAMX_DEVICE void tcgen05_commit(uint32_t barrier) {
 
 // 512 bytes of shared memory (32 rows of 16 bytes) -> 4 columns, the same in all four lane quarters.
 FAMX_DEVICE void tcgen05_cp_scales(uint32_t tmem, uint64_t smem_descriptor) {
-  asm volatile("tcgen05.cp.cta_group::1.32x128b.warpx4 [%0], %1;" ::"r"(tmem),
-               "l"(smem_descriptor)
+  asm volatile("tcgen05.cp.cta_group::1.32x128b.warpx4 [%0], %1;" ::"r"(tmem), "l"(smem_descriptor)
                : "memory");
 }
 
-FAMX_DEVICE void tmem_wait_store() {
-  asm volatile("tcgen05.wait::st.sync.aligned;" ::: "memory");
-}
+FAMX_DEVICE void tmem_wait_store() { asm volatile("tcgen05.wait::st.sync.aligned;" ::: "memory"); }
 
 #define FAMX_R4(r, i) "=r"(r[i]), "=r"(r[i + 1]), "=r"(r[i + 2]), "=r"(r[i + 3])
 #define FAMX_R16(r, i) FAMX_R4(r, i), FAMX_R4(r, i + 4), FAMX_R4(r, i + 8), FAMX_R4(r, i + 12)

@@ -6,14 +6,20 @@
 
 namespace flash_attn_mx {
 
-constexpr int kMinTileExponent = -119;       // the scale byte 127 + n - 8 stays >= 0
-constexpr float kMaxTileExponent = 60.0f;    // above it the row reference moves
+constexpr int kMinTileExponent = -119;     // the scale byte 127 + n - 8 stays >= 0
+constexpr float kMaxTileExponent = 60.0f;  // above it the row reference moves
+// x = S * c is rounded before the reference is subtracted only where |x| is this large; elsewhere one fma does both. The
+// reference is a rounded x, so that its distance to the exact product is half an ulp of it: 2^-14 here, but without
+// bound for large logits (the largest p would not be 1).
+constexpr float kFarLogit = 1024.0f;
 constexpr float kInfinity = __builtin_huge_valf();
 // Adding 1.5 * 2^23 leaves an integer in the low mantissa bits.
 constexpr float kRoundToInteger = 12582912.0f;
 
 // Spreads `chosen` of 64 pairs evenly, so that the two pipes work side by side.
-constexpr bool on_fma_pipe(int pair, int chosen) { return (pair + 1) * chosen / 64 != pair * chosen / 64; }
+constexpr bool on_fma_pipe(int pair, int chosen) {
+  return (pair + 1) * chosen / 64 != pair * chosen / 64;
+}
 
 // 2^(s * scale + bias) for s * scale + bias <= 8; below -120 it is 2^-120 on the FMA pipe.
 struct Exp2 {
@@ -36,7 +42,8 @@ struct Exp2 {
   // more payloads of P would round differently from the portable path's, and LSE would err by more than 1e-5.)
   FAMX_DEVICE ptx::Float2 polynomial(float s0, float s1) const {
     using namespace ptx;
-    const Float2 z = pack(fma_saturate(s0, scale_128, bias_128), fma_saturate(s1, scale_128, bias_128));
+    const Float2 z =
+        pack(fma_saturate(s0, scale_128, bias_128), fma_saturate(s1, scale_128, bias_128));
     const Float2 k128 = pack(128.0f, 128.0f);
     const Float2 magic = pack(kRoundToInteger - 120, kRoundToInteger - 120);
     const Float2 t = fma_down(z, k128, magic);  // low bits: floor(y)
@@ -82,8 +89,9 @@ struct RowState {
 
 // n = max(ceil(m - r), -119) of a tile. NaN goes through: the sums of the row become NaN.
 struct TileExponent {
-  float value;    // n
-  uint32_t byte;  // low byte: n + 119, which is also the scale byte 127 + n - 8; the bits above hold something else
+  float value;  // n
+  uint32_t
+      byte;  // low byte: n + 119, which is also the scale byte 127 + n - 8; the bits above hold something else
 
   explicit FAMX_DEVICE TileExponent(float distance) {
     constexpr float kMagic = kRoundToInteger - kMinTileExponent;
@@ -91,8 +99,12 @@ struct TileExponent {
     value = t - kMagic;
     byte = __float_as_uint(t);
   }
-  FAMX_DEVICE uint32_t bytes() const { return __byte_perm(byte, 0, 0x0000); }  // four times the scale byte
-  FAMX_DEVICE float weight_256() const { return __uint_as_float(byte << 23); }  // 2^(n - 8), 0 for n = -119
+  FAMX_DEVICE uint32_t bytes() const {
+    return __byte_perm(byte, 0, 0x0000);
+  }  // four times the scale byte
+  FAMX_DEVICE float weight_256() const {
+    return __uint_as_float(byte << 23);
+  }  // 2^(n - 8), 0 for n = -119
 };
 
 // q(p) - p: what rounding to three fraction bits adds to p in (kTop / 2, kTop].
