@@ -45,10 +45,10 @@ struct AttnFwdParams {
 
 // Backward. A row tile is 128 query rows of one head and sequence; its number is that of q's scale atom above, so that
 // arrays "by row tile" hold 128 rows for every tile, whatever the sequence's length.
-//   bias, delta   [row tile][128] fp32
+//   bias, minus_delta   [row tile][128] fp32
 //   dq_acc        [row tile][kHeadDim / 4][128][4] fp32: sums of dS · K, without softmax_scale
 //   dq_turn       [row tile]: how many key tiles have added to it
-// bwd_preprocess writes all of them; attn_bwd reads bias and delta and adds to dq_acc; bwd_postprocess reads dq_acc.
+// bwd_preprocess writes all of them; attn_bwd reads bias and minus_delta and adds to dq_acc; bwd_postprocess reads dq_acc.
 
 struct BwdPreprocessParams {
   const uint8_t* dout;        // payload, rowwise; rows start at multiples of 4 bytes
@@ -56,7 +56,7 @@ struct BwdPreprocessParams {
   const void* out;            // O as the forward returned it
   const float* lse;
   float* bias;       // -LSE · log2(e); -inf for rows that see no key or do not exist
-  float* delta;      // rowsum(dO ∘ O) with the dequantised dO; 0 for rows that do not exist
+  float* minus_delta;  // -rowsum(dO ∘ O) with the dequantised dO; 0 for rows that do not exist
   float* dq_acc;     // becomes 0; may be null
   int32_t* dq_turn;  // becomes 0; may be null
   const int32_t* cu_seqlens_q;
@@ -72,7 +72,7 @@ struct AttnBwdParams {
   TensorMapBytes q, q_col, dout, dout_col, k, k_col, v_tok;
   const uint8_t *q_scale, *q_col_scale, *dout_scale, *dout_col_scale, *k_scale, *k_col_scale;  // atoms
   const uint8_t* v_tok_scale;  // plain bytes
-  const float *bias, *delta;
+  const float *bias, *minus_delta;
   float* dq_acc;     // null: dQ is not wanted
   int32_t* dq_turn;  // null: key tiles add to dQ in any order; else in ascending order, the same bits every time
   void *dk, *dv;     // (batch, seqlen_k, heads_k, head_dim); null: not wanted

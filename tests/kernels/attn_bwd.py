@@ -29,7 +29,7 @@ def _fields(kind, *names):
 
 class PreprocessParams(ctypes.Structure):
     _fields_ = [
-        *_fields(ctypes.c_uint64, "dout", "dout_scale", "out", "lse", "bias", "delta", "dq_acc", "dq_turn", "cu_seqlens_q"),
+        *_fields(ctypes.c_uint64, "dout", "dout_scale", "out", "lse", "bias", "minus_delta", "dq_acc", "dq_turn", "cu_seqlens_q"),
         *_strides("dout", "out"),
         *_strides("lse", dims=("batch", "head")),
         *_fields(ctypes.c_int32, "batch", "heads", "head_dim", "seqlen_q", "row_tiles"),
@@ -40,7 +40,7 @@ class Params(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_uint8 * 128) for name in MAPS),
         *_fields(ctypes.c_uint64, "q_scale", "q_col_scale", "dout_scale", "dout_col_scale", "k_scale", "k_col_scale"),
-        *_fields(ctypes.c_uint64, "v_tok_scale", "bias", "delta", "dq_acc", "dq_turn", "dk", "dv"),
+        *_fields(ctypes.c_uint64, "v_tok_scale", "bias", "minus_delta", "dq_acc", "dq_turn", "dk", "dv"),
         *_fields(ctypes.c_uint64, "cu_seqlens_q", "cu_seqlens_k"),
         *_strides("v_tok_scale", "dk", "dv"),
         *_fields(ctypes.c_int32, "batch", "heads_k", "heads_per_kv", "head_dim", "seqlen_q", "seqlen_k"),
@@ -176,14 +176,14 @@ def run(
         "bwd_preprocess",
         PreprocessParams(
             dout=address(dout), dout_scale=address(atoms["dout"]), out=address(out), lse=address(lse), bias=address(bias),
-            delta=address(delta), dq_acc=address(dq_acc, needs[0]), dq_turn=address(dq_turn, deterministic),
+            minus_delta=address(delta), dq_acc=address(dq_acc, needs[0]), dq_turn=address(dq_turn, deterministic),
             **strides("dout", dout), **strides("out", out), **strides("lse", lse, ("batch", "head")), heads=heads, **sizes, **cu_q,
         ),
         (q_tiles, heads, count), 0, [dout, atoms["dout"], out, lse, bias, delta, dq_acc, dq_turn], out.dtype,
     )  # fmt: skip
     p = Params(
         **{f"{name}_scale": address(x) for name, x in atoms.items()}, v_tok_scale=address(v_tok_scale),
-        bias=address(bias), delta=address(delta), dq_acc=address(dq_acc, needs[0]), dq_turn=address(dq_turn, deterministic),
+        bias=address(bias), minus_delta=address(delta), dq_acc=address(dq_acc, needs[0]), dq_turn=address(dq_turn, deterministic),
         dk=address(dk, needs[1]), dv=address(dv, needs[2]), **cu,
         **strides("v_tok_scale", v_tok_scale), **strides("dk", dk), **strides("dv", dv),
         heads_k=heads_k, heads_per_kv=heads // heads_k, seqlen_k=longest_k, k_scale_tiles=key_tiles,

@@ -6,15 +6,22 @@
 
 namespace flash_attn_mx::bwd {
 
-FAMX_DEVICE float as_float(uint32_t x) { return __uint_as_float(x); }
+FAMX_DEVICE ptx::Float2 pair(const uint32_t (&x)[32], int i) {
+  return ptx::pack(__uint_as_float(x[i]), __uint_as_float(x[i + 1]));
+}
+FAMX_DEVICE void put(uint32_t (&x)[32], int i, float low, float high) {
+  x[i] = __float_as_uint(low), x[i + 1] = __float_as_uint(high);
+}
 
 // 32 values and their scale byte -> 8 words of payload.
 FAMX_DEVICE void quantise(const uint32_t (&x)[32], int byte, uint32_t* payload) {
-  const float up = scale_factor(max(254 - byte, 0));
+  const float factor = scale_factor(max(254 - byte, 0));
+  const ptx::Float2 up = ptx::pack(factor, factor);
 #pragma unroll
-  for (int i = 0; i < 8; ++i)
-    payload[i] = ptx::pack_e4m3(as_float(x[4 * i]) * up, as_float(x[4 * i + 1]) * up, as_float(x[4 * i + 2]) * up,
-                                as_float(x[4 * i + 3]) * up);
+  for (int i = 0; i < 8; ++i) {
+    const ptx::Float2 a = ptx::mul(pair(x, 4 * i), up), b = ptx::mul(pair(x, 4 * i + 2), up);
+    payload[i] = ptx::pack_e4m3(ptx::low(a), ptx::high(a), ptx::low(b), ptx::high(b));
+  }
 }
 
 template <class C>
@@ -77,6 +84,7 @@ struct Compute {
 
   template <bool kMasked>
   FAMX_DEVICE void step(uint32_t parity, int tile) {
+    using namespace ptx;
     // Bit i of word b: query 32 b + i of the half sees the key. (As comparisons, ptxas would keep those of the first
     // pass for the second, in memory.)
     uint32_t mask[kHalfBlocks] = {};
@@ -90,19 +98,23 @@ struct Compute {
     load(prob, C::kS, C::kSLoaded);
     uint32_t payload[kHalfBlocks * 8];
     uint32_t bytes = 0;
+    const Float2 scale = pack(p.scale_log2, p.scale_log2);
 #pragma unroll
     for (int b = 0; b < kHalfBlocks; ++b) {
       float amax = 0.0f;
 #pragma unroll
       for (int i = 0; i < kBlock; i += 4) {
-        const float4 bias4 = ptx::load_shared(stat + (b * kBlock + i) * sizeof(float));
-        const float bias[4] = {bias4.x, bias4.y, bias4.z, bias4.w};
+        const float4 bias = load_shared(stat + (b * kBlock + i) * sizeof(float));
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float x = ptx::min_nan(__fmaf_rn(as_float(prob[b][i + e]), p.scale_log2, bias[e]), 0.0f);
-          const float y = visible(b * kBlock + i + e) ? ptx::exp2_approx(x) : 0.0f;
-          amax = ptx::max_nan(amax, y);
-          prob[b][i + e] = __float_as_uint(y);
+        for (int e = 0; e < 4; e += 2) {
+          const int at = i + e;
+          // x is rounded before LSE is subtracted, as in the forward: both may be large and all but equal.
+          const Float2 x = add(mul(pair(prob[b], at), scale), e ? pack(bias.z, bias.w) : pack(bias.x, bias.y));
+          float p0 = exp2_approx(min_nan(low(x), 0.0f)), p1 = exp2_approx(min_nan(high(x), 0.0f));
+          if (!visible(b * kBlock + at)) p0 = 0.0f;
+          if (!visible(b * kBlock + at + 1)) p1 = 0.0f;
+          amax = max_nan(amax, p0, p1);
+          put(prob[b], at, p0, p1);
         }
       }
       const int byte = rceil_byte(amax);
@@ -120,23 +132,26 @@ struct Compute {
     uint32_t ds[kHalfBlocks][32];
     load(ds, C::kDP, C::kDPLoaded);
     bytes = 0;
+    const Float2 factor = pack(v_factor, v_factor);
 #pragma unroll
     for (int b = 0; b < kHalfBlocks; ++b) {
       float amax = 0.0f;
 #pragma unroll
       for (int i = 0; i < kBlock; i += 4) {
-        const float4 delta4 = ptx::load_shared(stat + C::kStatBytes + (b * kBlock + i) * sizeof(float));
-        const float delta[4] = {delta4.x, delta4.y, delta4.z, delta4.w};
+        const float4 delta = load_shared(stat + C::kStatBytes + (b * kBlock + i) * sizeof(float));
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float y = as_float(prob[b][i + e]) * __fmaf_rn(as_float(ds[b][i + e]), v_factor, -delta[e]);
-          y = visible(b * kBlock + i + e) ? y : 0.0f;
-          amax = ptx::max_nan(amax, fabsf(y));
-          ds[b][i + e] = __float_as_uint(y);
+        for (int e = 0; e < 4; e += 2) {
+          const int at = i + e;
+          const Float2 minus_delta = e ? pack(delta.z, delta.w) : pack(delta.x, delta.y);
+          const Float2 y = mul(fma(pair(ds[b], at), factor, minus_delta), pair(prob[b], at));
+          const float y0 = visible(b * kBlock + at) ? low(y) : 0.0f;
+          const float y1 = visible(b * kBlock + at + 1) ? high(y) : 0.0f;
+          amax = max_nan(amax, fabsf(y0), fabsf(y1));
+          put(ds[b], at, y0, y1);
         }
       }
       // The warp's 32 keys and these 32 queries share the scale.
-      const int byte = rceil_byte(__uint_as_float(ptx::warp_max(__float_as_uint(amax) & 0x7FFFFFFFu)));
+      const int byte = rceil_byte(__uint_as_float(warp_max(__float_as_uint(amax) & 0x7FFFFFFFu)));
       quantise(ds[b], byte, payload + 8 * b);
       bytes |= uint32_t(byte) << (8 * b);
     }

@@ -32,7 +32,7 @@
 //           ring       | 128 x D e4m3: Q, Q', dO or dO'     | 8      | 128·D        | D bytes
 //           ds         | 128 keys x 128 queries e4m3        | 1      | 16384        | 128 bytes
 //           scales     | atoms of 512 bytes: K, K'; 1 per ring slot; P; dS by key; dS by query; ones (SFV)
-//           stats      | 128 x {bias, delta} f32            | 2      | 1024         | none
+//           stats      | 128 x {bias, -delta} f32           | 2      | 1024         | none
 //
 // BARRIERS  name          | arrives: who x count              | waits           | per step      | guards
 //           keys_full     | load x 1 + tx                     | mma             | once          | keys, their scales
@@ -120,7 +120,7 @@ struct Config {
   static constexpr uint32_t kDsScaleByQuery = kDsScaleByKey + kScaleAtomBytes;
   static constexpr uint32_t kOnes = kDsScaleByQuery + kScaleAtomBytes;
   static constexpr uint32_t kStats = kOnes + kScaleAtomBytes;
-  static constexpr uint32_t kStatBytes = kTile * sizeof(float);  // bias, then delta
+  static constexpr uint32_t kStatBytes = kTile * sizeof(float);  // bias, then -delta
   static constexpr uint32_t kBarriers = kStats + kStatsStages * 2 * kStatBytes;
   static_assert(kTileBytes % 1024 == 0, "swizzle patterns start on their natural boundary");
 

@@ -37,16 +37,18 @@ FAMX_DEVICE void init_barriers(uint32_t smem) {
   ptx::fence_mbarrier_init();
 }
 
+// From a lane-0 broadcast, so that the compiler knows that it is the same in the whole warp. Asked for anew where it is
+// needed: kept across a role's loop, it would be spilled.
+FAMX_DEVICE int warp_index() { return __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0); }
+
 template <class C, class Grad>
 FAMX_DEVICE void run(const AttnBwdParams& p) {
   extern __shared__ uint8_t smem_raw[];
   if (Work(p, blockIdx.x).keys() <= 0) return;  // packed: the sequence is shorter than the longest one
   const uint32_t raw = ptx::smem_address(smem_raw);
   const uint32_t smem = (raw + 1023) / 1024 * 1024;
-  // From a lane-0 broadcast, so that the compiler knows that it is the same in the whole warp.
-  const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
 
-  if (warp == kMmaWarp) {
+  if (const int warp = warp_index(); warp == kMmaWarp) {
     ptx::tmem_allocate(smem + C::kTmemAddress, C::kTmemColumns);
     const uint32_t lane = threadIdx.x & 31;
     for (uint32_t at = 4 * lane; at < kScaleAtomBytes; at += 4 * 32)
@@ -61,23 +63,26 @@ FAMX_DEVICE void run(const AttnBwdParams& p) {
   ptx::tcgen05_fence_before();
   __syncthreads();  // barriers initialised, tensor memory allocated
   ptx::tcgen05_fence_after();
-  uint32_t tmem;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(tmem) : "r"(smem + C::kTmemAddress) : "memory");
+  const auto tmem_address = [&] {
+    uint32_t tmem;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(tmem) : "r"(smem + C::kTmemAddress) : "memory");
+    return tmem;
+  };
 
-  if (warp < kReduceWarp) {
+  if (const int warp = warp_index(); warp < kReduceWarp) {
     ptx::raise_registers<kComputeRegisters>();
     const Work work(p, ptx::opaque(blockIdx.x));
-    Compute<C> compute(p, work, smem, tmem, warp);
+    Compute<C> compute(p, work, smem, tmem_address(), warp);
     compute.run(work);
-    Epilogue<C, Grad>{p, work}.run(compute.tmem, compute.half, compute.key);
+    Epilogue<C, Grad>{p, work}.run(compute.tmem, warp_index() / 4, compute.key);
   } else {
     ptx::lower_registers<kOtherRegisters>();
     const Work work(p, ptx::opaque(blockIdx.x));
     if (warp < kMmaWarp) {
       const int row = threadIdx.x - 32 * kReduceWarp;
-      Reduce<C>{p, work, smem, tmem + ((warp % 4) * 32 << 16), row}.run();
+      Reduce<C>{p, work, smem, tmem_address() + ((warp % 4) * 32 << 16), row}.run();
     } else if (warp == kMmaWarp) {
-      Mma<C>{p, work, smem, tmem, ptx::elect_one()}.run();
+      Mma<C>{p, work, smem, tmem_address(), ptx::elect_one()}.run();
     } else if (warp == kLoadWarp && ptx::elect_one()) {
       Loader<C>{p, work, smem}.run();
     }
@@ -85,7 +90,7 @@ FAMX_DEVICE void run(const AttnBwdParams& p) {
   ptx::tcgen05_fence_before();
   __syncthreads();  // nobody uses tensor memory any more
   ptx::tcgen05_fence_after();
-  if (warp == kMmaWarp) ptx::tmem_free(tmem, C::kTmemColumns);
+  if (warp_index() == kMmaWarp) ptx::tmem_free(tmem_address(), C::kTmemColumns);
 }
 
 }  // namespace flash_attn_mx::bwd

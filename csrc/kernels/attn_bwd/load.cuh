@@ -68,7 +68,7 @@ struct Loader {
     ring.advance();
   }
 
-  // stats_empty -> bias, delta of 128 rows -> stats_full
+  // stats_empty -> bias, -delta of 128 rows -> stats_full
   FAMX_DEVICE void load_stats(Step s) {
     const uint32_t full = barrier_at(smem + C::kStatsFull, stats.stage);
     ptx::mbarrier_wait(barrier_at(smem + C::kStatsEmpty, stats.stage), stats.parity ^ 1);
@@ -76,7 +76,7 @@ struct Loader {
     const uint32_t to = smem + C::kStats + stats.stage * 2 * C::kStatBytes;
     const int64_t row = work.row_tile(p, s) * kTile;
     ptx::bulk_load(to, p.bias + row, C::kStatBytes, full);
-    ptx::bulk_load(to + C::kStatBytes, p.delta + row, C::kStatBytes, full);
+    ptx::bulk_load(to + C::kStatBytes, p.minus_delta + row, C::kStatBytes, full);
     stats.advance();
   }
 };

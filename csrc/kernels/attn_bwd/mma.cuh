@@ -22,7 +22,7 @@ struct Mma {
   FAMX_DEVICE void run() {
     const int steps = work.steps();
     if (steps == 0) return;
-    ptx::mbarrier_wait(smem + C::kKeysFull, 0);
+    wait(C::kKeysFull, 0);
     if (work.keys() < kTile) clear_rows_behind<C::kHeadDim>(smem + C::kKt, smem + C::kKtScale, work.keys());
     Step now = work.first();
     make_s();
@@ -48,7 +48,11 @@ struct Mma {
     commit(C::kSumsFull);
   }
 
-  FAMX_DEVICE void wait(uint32_t barrier, int step) { ptx::mbarrier_wait(smem + barrier, step & 1); }
+  // All lanes together: one left behind could miss a phase.
+  FAMX_DEVICE void wait(uint32_t barrier, uint32_t parity) {
+    ptx::mbarrier_wait(smem + barrier, parity & 1);
+    __syncwarp();
+  }
 
   // Everything issued so far -> one arrival.
   FAMX_DEVICE void commit(uint32_t barrier) {
@@ -61,7 +65,7 @@ struct Mma {
   };
   FAMX_DEVICE Slot wait_slot() {
     const uint32_t stage = ring.stage;
-    ptx::mbarrier_wait(barrier_at(smem + C::kRingFull, stage), ring.parity);
+    wait(barrier_at(C::kRingFull, stage), ring.parity);
     ring.advance();
     return {stage, smem + C::kRing + stage * C::kTileBytes, smem + C::kRingScale + stage * kScaleAtomBytes};
   }

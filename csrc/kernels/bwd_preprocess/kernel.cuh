@@ -63,7 +63,7 @@ struct Preprocess {
 #pragma unroll
       for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
       if (lane == 0) {
-        p.delta[row_tile * kTile + row] = sum;
+        p.minus_delta[row_tile * kTile + row] = -sum;
         const float l = exists ? lse[token] : -__builtin_huge_valf();
         p.bias[row_tile * kTile + row] =
             l == -__builtin_huge_valf() ? l : l * -1.4426950408889634f;

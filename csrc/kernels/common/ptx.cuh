@@ -248,6 +248,11 @@ FAMX_DEVICE Float2 add(Float2 a, Float2 b) {
   asm("add.rn.f32x2 %0, %1, %2;" : "=l"(d.bits) : "l"(a.bits), "l"(b.bits));
   return d;
 }
+FAMX_DEVICE Float2 mul(Float2 a, Float2 b) {
+  Float2 d;
+  asm("mul.rn.f32x2 %0, %1, %2;" : "=l"(d.bits) : "l"(a.bits), "l"(b.bits));
+  return d;
+}
 FAMX_DEVICE Float2 fma(Float2 a, Float2 b, Float2 c) {
   Float2 d;
   asm("fma.rn.f32x2 %0, %1, %2, %3;" : "=l"(d.bits) : "l"(a.bits), "l"(b.bits), "l"(c.bits));
