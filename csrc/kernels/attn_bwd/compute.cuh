@@ -34,11 +34,11 @@ struct Compute {
   float v_factor = 1.0f;  // token scale of V
   RingState<C::kStatsStages> stats{};
 
-  FAMX_DEVICE Compute(const AttnBwdParams& params, const Work& work, uint32_t smem, uint32_t tmem, int warp)
+  FAMX_DEVICE Compute(const AttnBwdParams& params, const Work& work, uint32_t smem, uint32_t tmem)
       : p(params),
         smem(smem),
-        tmem(tmem + ((warp % 4) * 32 << 16)),
-        half(warp / 4),
+        tmem(tmem + lanes_of_warp()),
+        half(warp_index() / 4),
         key(threadIdx.x % kTile) {
     if (key >= work.keys()) return;
     const int64_t token = work.k_start + int64_t(work.key_tile) * kTile + key;

@@ -83,6 +83,12 @@ constexpr int kOtherRegisters = 88;
 static_assert(32 * (kComputeWarps * kComputeRegisters + (kWarps - kComputeWarps) * kOtherRegisters) <= 64 * 1024,
               "register file");
 
+// The same in the whole warp, and the compiler knows it. Asked for anew where it is needed: what is kept across a role's
+// loop may be spilled.
+FAMX_DEVICE uint32_t uniform(uint32_t x) { return __shfl_sync(0xFFFFFFFFu, x, 0); }
+FAMX_DEVICE int warp_index() { return uniform(threadIdx.x / 32); }
+FAMX_DEVICE uint32_t lanes_of_warp() { return (warp_index() % 4 * 32) << 16; }  // as part of a TMEM address
+
 template <int kHeadDim_>
 struct Config {
   static constexpr int kHeadDim = kHeadDim_;

@@ -37,16 +37,11 @@ FAMX_DEVICE void init_barriers(uint32_t smem) {
   ptx::fence_mbarrier_init();
 }
 
-// From a lane-0 broadcast, so that the compiler knows that it is the same in the whole warp. Asked for anew where it is
-// needed: kept across a role's loop, it would be spilled.
-FAMX_DEVICE int warp_index() { return __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0); }
-
 template <class C, class Grad>
 FAMX_DEVICE void run(const AttnBwdParams& p) {
   extern __shared__ uint8_t smem_raw[];
   if (Work(p, blockIdx.x).keys() <= 0) return;  // packed: the sequence is shorter than the longest one
-  const uint32_t raw = ptx::smem_address(smem_raw);
-  const uint32_t smem = (raw + 1023) / 1024 * 1024;
+  const uint32_t smem = uniform((ptx::smem_address(smem_raw) + 1023) / 1024 * 1024);
 
   if (const int warp = warp_index(); warp == kMmaWarp) {
     ptx::tmem_allocate(smem + C::kTmemAddress, C::kTmemColumns);
@@ -69,18 +64,18 @@ FAMX_DEVICE void run(const AttnBwdParams& p) {
     return tmem;
   };
 
-  if (const int warp = warp_index(); warp < kReduceWarp) {
+  if (warp_index() < kReduceWarp) {
     ptx::raise_registers<kComputeRegisters>();
     const Work work(p, ptx::opaque(blockIdx.x));
-    Compute<C> compute(p, work, smem, tmem_address(), warp);
+    Compute<C> compute(p, work, smem, tmem_address());
     compute.run(work);
-    Epilogue<C, Grad>{p, work}.run(compute.tmem, warp_index() / 4, compute.key);
+    Epilogue<C, Grad>{p, work}.run(compute.tmem, compute.half, compute.key);
   } else {
     ptx::lower_registers<kOtherRegisters>();
     const Work work(p, ptx::opaque(blockIdx.x));
-    if (warp < kMmaWarp) {
+    if (const int warp = warp_index(); warp < kMmaWarp) {
       const int row = threadIdx.x - 32 * kReduceWarp;
-      Reduce<C>{p, work, smem, tmem_address() + ((warp % 4) * 32 << 16), row}.run();
+      Reduce<C>{p, work, smem, tmem_address() + lanes_of_warp(), row}.run();
     } else if (warp == kMmaWarp) {
       Mma<C>{p, work, smem, tmem_address(), ptx::elect_one()}.run();
     } else if (warp == kLoadWarp && ptx::elect_one()) {
