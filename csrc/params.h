@@ -46,8 +46,8 @@ struct AttnFwdParams {
 // Backward. A row tile is 128 query rows of one head and sequence; its number is that of q's scale atom above, so that
 // arrays "by row tile" hold 128 rows for every tile, whatever the sequence's length.
 //   bias, minus_delta   [row tile][128] fp32
-//   dq_acc        [row tile][kHeadDim / 4][128][4] fp32: sums of dS · K, without softmax_scale
-//   dq_turn       [row tile]: how many key tiles have added to it
+//   dq_acc        [row tile][4][kHeadDim / 4][32][4] fp32: lots of 4 channels of 32 rows; sums of dS · K, not yet scaled
+//   dq_turn       [row tile]: how many warps have added to it, four for each key tile
 // bwd_preprocess writes all of them; attn_bwd reads bias and minus_delta and adds to dq_acc; bwd_postprocess reads dq_acc.
 
 struct BwdPreprocessParams {

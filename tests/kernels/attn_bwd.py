@@ -214,7 +214,8 @@ def _smem_bytes(box):
     payloads = (3 + ring) * TILE * box + TILE * TILE
     scales = (2 + ring + 4) * 512
     barriers = 8 * (1 + 2 * ring + 4 + 9)
-    return payloads + scales + 2 * 2 * TILE * 4 + barriers + 16 + 1024
+    stats, dq_stages = 2 * 2 * TILE * 4, (1 if box == 128 else 2) * TILE * 32 * 4
+    return payloads + scales + stats + dq_stages + barriers + 16 + 1024
 
 
 def expected(ops: Operands, *, softmax_scale=None, window=(-1, -1), dtype=torch.float32):

@@ -7,7 +7,7 @@
 //           dV  += P^T · dO' (queries)  P^T -st-> TMEM; SFP -> SMEM -cp-> TMEM
 //           dK  += dS^T · Q' (queries)  dS^T -st-> TMEM; SFdS by key -> SMEM -cp-> TMEM
 //           dQ   = dS · K'   (keys)     dS^T -> SMEM, read MN-major; SFdS by query (the same bytes) -> SMEM -cp-> TMEM
-//           dQ -ld-> registers -red.add-> dq_acc;  at the end dK · softmax_scale, dV -> GMEM
+//           dQ -ld-> registers -> SMEM -bulk add-> dq_acc;  at the end dK · softmax_scale, dV -> GMEM
 //
 // ROLES     warps | role    | regs | does
 //           0-3   | compute0|  168 | one thread per key, queries 0-63 of the tile: S^T -> P^T, dP^T -> dS^T; dV at the end
@@ -29,10 +29,11 @@
 //
 // SMEM      buffer     | shape x type                       | stages | bytes each   | swizzle
 //           keys       | 128 x D e4m3: K, K', V             | 3      | 128·D        | D bytes
-//           ring       | 128 x D e4m3: Q, Q', dO or dO'     | 8      | 128·D        | D bytes
+//           ring       | 128 x D e4m3: Q, Q', dO or dO'     | 8 / 12 | 128·D        | D bytes   (D=128 / D=64)
 //           ds         | 128 keys x 128 queries e4m3        | 1      | 16384        | 128 bytes
 //           scales     | atoms of 512 bytes: K, K'; 1 per ring slot; P; dS by key; dS by query; ones (SFV)
 //           stats      | 128 x {bias, -delta} f32           | 2      | 1024         | none
+//           dq_stage   | 4 warps x 32 channels x 32 rows f32| 1 / 2  | 16384        | none
 //
 // BARRIERS  name          | arrives: who x count              | waits           | per step      | guards
 //           keys_full     | load x 1 + tx                     | mma             | once          | keys, their scales
@@ -77,7 +78,6 @@ constexpr int kMmaWarp = kReduceWarp + kReduceWarps;
 constexpr int kLoadWarp = kMmaWarp + 1;
 constexpr int kWarps = 16;  // whole warpgroups: setmaxnreg works on four warps
 constexpr int kThreads = 32 * kWarps;
-constexpr int kReduceThreads = 32 * kReduceWarps;
 constexpr int kComputeRegisters = 168;
 constexpr int kOtherRegisters = 88;
 static_assert(32 * (kComputeWarps * kComputeRegisters + (kWarps - kComputeWarps) * kOtherRegisters) <= 64 * 1024,
@@ -95,6 +95,11 @@ struct Config {
   static_assert(kHeadDim == 64 || kHeadDim == 128, "row of a payload tile = span of the swizzle");
   static constexpr int kRingStages = kHeadDim == 128 ? 8 : 12;
   static constexpr int kStatsStages = 2;
+  // Channels of dQ that a warp stages at once. H200, 2026-11, benchmarks/bench_dq_reduction.cu: 64 KB take 4190 cycles in
+  // copies of 4 KB with one buffer, 3980 with two, 4000 from registers; beside busy shared memory 4300, 4240, 3980, and
+  // 5880 in copies of 2 KB with two buffers.
+  static constexpr int kChunk = 32;
+  static constexpr int kDQStages = kHeadDim == 128 ? 1 : 2;
   using Tile = SwizzledTile<kHeadDim>;
   using DsTile = SwizzledTile<kTile>;
 
@@ -127,7 +132,8 @@ struct Config {
   static constexpr uint32_t kOnes = kDsScaleByQuery + kScaleAtomBytes;
   static constexpr uint32_t kStats = kOnes + kScaleAtomBytes;
   static constexpr uint32_t kStatBytes = kTile * sizeof(float);  // bias, then -delta
-  static constexpr uint32_t kBarriers = kStats + kStatsStages * 2 * kStatBytes;
+  static constexpr uint32_t kDQStage = kStats + kStatsStages * 2 * kStatBytes;
+  static constexpr uint32_t kBarriers = kDQStage + kDQStages * kTile * kChunk * sizeof(float);
   static_assert(kTileBytes % 1024 == 0, "swizzle patterns start on their natural boundary");
 
   static constexpr uint32_t kKeysFull = kBarriers;

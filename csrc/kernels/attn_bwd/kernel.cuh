@@ -74,8 +74,7 @@ FAMX_DEVICE void run(const AttnBwdParams& p) {
     ptx::lower_registers<kOtherRegisters>();
     const Work work(p, ptx::opaque(blockIdx.x));
     if (const int warp = warp_index(); warp < kMmaWarp) {
-      const int row = threadIdx.x - 32 * kReduceWarp;
-      Reduce<C>{p, work, smem, tmem_address() + lanes_of_warp(), row}.run();
+      Reduce<C>{p, work, smem, tmem_address() + lanes_of_warp(), warp - kReduceWarp}.run();
     } else if (warp == kMmaWarp) {
       Mma<C>{p, work, smem, tmem_address(), ptx::elect_one()}.run();
     } else if (warp == kLoadWarp && ptx::elect_one()) {

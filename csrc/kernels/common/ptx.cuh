@@ -96,13 +96,6 @@ FAMX_DEVICE void add_release(int* global, int x) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(global), "r"(x) : "memory");
 }
 
-// Four fp32 sums in the L2; 16-byte aligned, no order among threads.
-FAMX_DEVICE void add_global_v4(float* global, float x, float y, float z, float w) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(x), "f"(y),
-               "f"(z), "f"(w)
-               : "memory");
-}
-
 // Volatile, so that it stays where it is written.
 FAMX_DEVICE float4 load_shared(uint32_t smem) {
   float4 v;
@@ -134,6 +127,21 @@ FAMX_DEVICE void bulk_load(uint32_t smem, const void* global, uint32_t bytes, ui
       "l"(global), "r"(bytes), "r"(barrier)
       : "memory");
 }
+
+// fp32 sums: global += shared, in the L2, no order among elements. The copy belongs to the thread's open group.
+FAMX_DEVICE void bulk_add_f32(void* global, uint32_t smem, uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(smem),
+               "r"(bytes)
+               : "memory");
+}
+FAMX_DEVICE void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// At most kPending of this thread's groups still read shared memory.
+template <int kPending>
+FAMX_DEVICE void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+// All groups of this thread have written.
+FAMX_DEVICE void bulk_wait_written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // --- tensor memory (9.7.16) ---------------------------------------------------------------------
 
