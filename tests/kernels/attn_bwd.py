@@ -76,17 +76,25 @@ class Operands(NamedTuple):
     cu_k: Optional[torch.Tensor] = None
 
 
-def prepare(q, k, v, dout, *, softmax_scale=None, window=(-1, -1), cu_q=None, cu_k=None, out_dtype=torch.float32):
-    """Quantises, and runs the portable forward for O and LSE."""
+def quantise(q, k, v, dout, cu_q=None, cu_k=None):
+    """Operands without O and LSE."""
 
     def pair(x, axis, cu=None):
         mx = quantize_mxfp8(x, axis, cu_seqlens=cu)
         return mx.data, mx.scale
 
+    both = [
+        pair(x, axis, cu) for x, cu in ((q, cu_q), (dout, cu_q), (k, cu_k)) for axis in ("rowwise", "colwise")
+    ]
+    return Operands(*both, pair(v, "tokenwise", cu_k), None, None, cu_q, cu_k)
+
+
+def prepare(q, k, v, dout, *, softmax_scale=None, window=(-1, -1), cu_q=None, cu_k=None, out_dtype=torch.float32):
+    """Quantises, and runs the portable forward for O and LSE."""
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    both = [pair(x, axis, cu) for x, cu in ((q, cu_q), (dout, cu_q), (k, cu_k)) for axis in ("rowwise", "colwise")]
-    v_tok, v_col = pair(v, "tokenwise", cu_k), pair(v, "colwise", cu_k)
-    ops = Operands(*both, v_tok, None, None, cu_q, cu_k)
+    ops = quantise(q, k, v, dout, cu_q, cu_k)
+    v_mx = quantize_mxfp8(v, "colwise", cu_seqlens=cu_k)
+    v_col = v_mx.data, v_mx.scale
 
     def forward(part, col):
         return portable.forward(part.q, part.k, col, part.v_tok, scale, window, out_dtype)
@@ -94,8 +102,10 @@ def prepare(q, k, v, dout, *, softmax_scale=None, window=(-1, -1), cu_q=None, cu
     if cu_q is None:
         out, lse = forward(ops, v_col)
     else:
-        outs, lses = zip(*(forward(part, _dense(v_col, "colwise", cu_k, b)) for b, part in enumerate(sequences(ops))))
-        out, lse = torch.cat([x[0] for x in outs]), torch.cat([x[0] for x in lses], -1)
+        parts = [
+            forward(part, _dense(v_col, "colwise", cu_k, b)) for b, part in enumerate(sequences(ops))
+        ]
+        out, lse = torch.cat([x[0][0] for x in parts]), torch.cat([x[1][0] for x in parts], -1)
     return ops._replace(out=out, lse=lse)
 
 

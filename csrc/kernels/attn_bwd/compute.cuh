@@ -109,7 +109,7 @@ struct Compute {
         for (int e = 0; e < 4; e += 2) {
           const int at = i + e;
           // x is rounded before LSE is subtracted, as in the forward: both may be large and all but equal.
-          const Float2 x = add(mul(pair(prob[b], at), scale), e ? pack(bias.z, bias.w) : pack(bias.x, bias.y));
+          const Float2 x = add(mul_rounded(pair(prob[b], at), scale), e ? pack(bias.z, bias.w) : pack(bias.x, bias.y));
           float p0 = exp2_approx(min_nan(low(x), 0.0f)), p1 = exp2_approx(min_nan(high(x), 0.0f));
           if (!visible(b * kBlock + at)) p0 = 0.0f;
           if (!visible(b * kBlock + at + 1)) p1 = 0.0f;
