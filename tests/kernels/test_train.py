@@ -84,6 +84,6 @@ def losses(emulated, steps=3):
 def test_training_follows_the_portable_path():
     needed("attn_fwd_d64_fp32", "bwd_preprocess_d64_fp32", "attn_bwd_d64_fp32", "bwd_postprocess_d64_fp32")
     emulated, portable = losses(True), losses(False)
-    assert portable[-1] < 0.7 * portable[0]
+    assert portable[-1] < 0.8 * portable[0]
     for a, b in zip(emulated, portable, strict=True):
         assert abs(a - b) <= 1e-3 * b
