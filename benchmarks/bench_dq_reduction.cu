@@ -5,9 +5,9 @@
 // Needs sm_90 or newer:  nvcc -O3 -std=c++17 -arch=sm_90 benchmarks/bench_dq_reduction.cu -o bench && ./bench
 // One CTA per SM walks query tiles of 64 KB (128 x 128 fp32); the CTAs of a head add to the same tiles, as key tiles do.
 // "pace" is the time that a tile has: at 0 the way to the L2 is the limit.
+#include <cuda_runtime.h>
 #include <cstdint>
 #include <cstdio>
-#include <cuda_runtime.h>
 
 constexpr int kTileFloats = 128 * 128;
 constexpr int kTilesPerHead = 32;
@@ -15,14 +15,17 @@ constexpr int kReduceThreads = 128;
 constexpr int kReaderThreads = 256;
 constexpr int kStageBytes = 48 * 1024, kReadBytes = 16 * 1024;
 
-__device__ __forceinline__ uint32_t address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ uint32_t address(const void* p) {
+  return uint32_t(__cvta_generic_to_shared(p));
+}
 
 struct Red {
   static constexpr const char* kName = "red";
   __device__ void tile(float* sums, float4 v, char*) {
 #pragma unroll 4
     for (int i = 0; i < 32; ++i)
-      asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sums + i * 512 + 4 * threadIdx.x),
+      asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(
+                       sums + i * 512 + 4 * threadIdx.x),
                    "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
                    : "memory");
   }
@@ -45,17 +48,20 @@ struct Bulk {
     constexpr int kGroupBytes = kTileFloats * 4 / (kReduceThreads / kThreads);
     for (int at = 0; at < kGroupBytes; at += kBytes) {
       char* buffer = smem + (group * kStages + stage) * kBytes;
-      if (lane == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kStages - 1) : "memory");
+      if (lane == 0)
+        asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kStages - 1) : "memory");
       sync();
 #pragma unroll
-      for (int i = 0; i < kBytes / 16 / kThreads; ++i) reinterpret_cast<float4*>(buffer)[i * kThreads + lane] = v;
+      for (int i = 0; i < kBytes / 16 / kThreads; ++i)
+        reinterpret_cast<float4*>(buffer)[i * kThreads + lane] = v;
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       sync();
       if (lane == 0) {
-        asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                         sums + (group * kGroupBytes + at) / 4),
-                     "r"(address(buffer)), "r"(kBytes)
-                     : "memory");
+        asm volatile(
+            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                sums + (group * kGroupBytes + at) / 4),
+            "r"(address(buffer)), "r"(kBytes)
+            : "memory");
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
       }
       stage = (stage + 1) % kStages;
@@ -68,7 +74,8 @@ struct Bulk {
 
 template <class Way>
 __global__ void __launch_bounds__(kReduceThreads + kReaderThreads)
-    walk(float* sums, int readers, int tiles, int pace, long long* cycles, unsigned long long* loads) {
+    walk(float* sums, int readers, int tiles, int pace, long long* cycles,
+         unsigned long long* loads) {
   extern __shared__ __align__(128) char smem[];
   volatile int* done = reinterpret_cast<volatile int*>(smem + kStageBytes + kReadBytes);
   if (threadIdx.x == 0) *done = 0;
@@ -77,7 +84,7 @@ __global__ void __launch_bounds__(kReduceThreads + kReaderThreads)
     const long long begin = clock64();
     Way way;
     for (int j = 0; j < tiles; ++j) {
-      while (clock64() - begin < (long long)(pace) * j) {
+      while (clock64() - begin < (long long)(pace)*j) {
       }
       way.tile(sums + (size_t(blockIdx.x / 8) * kTilesPerHead + j % kTilesPerHead) * kTileFloats,
                make_float4(threadIdx.x, 1, 2, 3), smem);
@@ -92,9 +99,10 @@ __global__ void __launch_bounds__(kReduceThreads + kReaderThreads)
 #pragma unroll
       for (int i = 0; i < 64; ++i) {
         float4 x;
-        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                     : "r"(address(smem + kStageBytes + 16 * ((threadIdx.x + 16 * i) % (kReadBytes / 16)))));
+        asm volatile(
+            "ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+            : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+            : "r"(address(smem + kStageBytes + 16 * ((threadIdx.x + 16 * i) % (kReadBytes / 16)))));
         sum += x.x;
       }
     if (sum == 1.5f) sums[0] = sum;
@@ -117,8 +125,10 @@ void time_way(int bytes, int stages) {
       double best = 1e30, rate = 0;
       for (int rep = 0; rep < 4; ++rep) {
         for (int i = 0; i < ctas; ++i) cycles[i] = 0, loads[i] = 0;
-        walk<Way><<<ctas, kReduceThreads + kReaderThreads, kSmem>>>(sums, readers, kTiles, pace, cycles, loads);
-        if (cudaDeviceSynchronize() != cudaSuccess) printf("failed: %s\n", cudaGetErrorString(cudaGetLastError()));
+        walk<Way><<<ctas, kReduceThreads + kReaderThreads, kSmem>>>(sums, readers, kTiles, pace,
+                                                                    cycles, loads);
+        if (cudaDeviceSynchronize() != cudaSuccess)
+          printf("failed: %s\n", cudaGetErrorString(cudaGetLastError()));
         double c = 0, n = 0;
         for (int i = 0; i < ctas; ++i) c += cycles[i], n += loads[i];
         if (c < best) best = c, rate = n * 512 / c;
@@ -126,7 +136,8 @@ void time_way(int bytes, int stages) {
       best /= ctas * kTiles;
       if (!readers && !pace) printf("   alone: %5.0f cycles per tile", best);
       if (readers && !pace) printf("   beside readers: %5.0f", best);
-      if (readers && pace) printf("   at %5.0f: takes %5.0f cycles of shared memory", best, best * (1 - rate / 127.8));
+      if (readers && pace)
+        printf("   at %5.0f: takes %5.0f cycles of shared memory", best, best * (1 - rate / 127.8));
     }
   printf("\n");
 }

@@ -16,7 +16,14 @@ from flash_attn_mx.quantize import quantize_mxfp8
 
 THREADS = {"bwd_preprocess": 256, "attn_bwd": 512, "bwd_postprocess": 256}
 MAPS = ("q", "q_col", "dout", "dout_col", "k", "k_col", "v_tok")
-AXES = {"q": "rowwise", "q_col": "colwise", "dout": "rowwise", "dout_col": "colwise", "k": "rowwise", "k_col": "colwise"}
+AXES = {
+    "q": "rowwise",
+    "q_col": "colwise",
+    "dout": "rowwise",
+    "dout_col": "colwise",
+    "k": "rowwise",
+    "k_col": "colwise",
+}
 
 
 def _strides(*tensors, dims=("batch", "token", "head")):
@@ -29,7 +36,18 @@ def _fields(kind, *names):
 
 class PreprocessParams(ctypes.Structure):
     _fields_ = [
-        *_fields(ctypes.c_uint64, "dout", "dout_scale", "out", "lse", "bias", "minus_delta", "dq_acc", "dq_turn", "cu_seqlens_q"),
+        *_fields(
+            ctypes.c_uint64,
+            "dout",
+            "dout_scale",
+            "out",
+            "lse",
+            "bias",
+            "minus_delta",
+            "dq_acc",
+            "dq_turn",
+            "cu_seqlens_q",
+        ),
         *_strides("dout", "out"),
         *_strides("lse", dims=("batch", "head")),
         *_fields(ctypes.c_int32, "batch", "heads", "head_dim", "seqlen_q", "row_tiles"),
@@ -39,11 +57,23 @@ class PreprocessParams(ctypes.Structure):
 class Params(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_uint8 * 128) for name in MAPS),
-        *_fields(ctypes.c_uint64, "q_scale", "q_col_scale", "dout_scale", "dout_col_scale", "k_scale", "k_col_scale"),
-        *_fields(ctypes.c_uint64, "v_tok_scale", "bias", "minus_delta", "dq_acc", "dq_turn", "dk", "dv"),
+        *_fields(
+            ctypes.c_uint64,
+            "q_scale",
+            "q_col_scale",
+            "dout_scale",
+            "dout_col_scale",
+            "k_scale",
+            "k_col_scale",
+        ),
+        *_fields(
+            ctypes.c_uint64, "v_tok_scale", "bias", "minus_delta", "dq_acc", "dq_turn", "dk", "dv"
+        ),
         *_fields(ctypes.c_uint64, "cu_seqlens_q", "cu_seqlens_k"),
         *_strides("v_tok_scale", "dk", "dv"),
-        *_fields(ctypes.c_int32, "batch", "heads_k", "heads_per_kv", "head_dim", "seqlen_q", "seqlen_k"),
+        *_fields(
+            ctypes.c_int32, "batch", "heads_k", "heads_per_kv", "head_dim", "seqlen_q", "seqlen_k"
+        ),
         *_fields(ctypes.c_int32, "row_tiles", "k_scale_tiles", "window_left", "window_right"),
         *_fields(ctypes.c_float, "scale_log2", "softmax_scale"),
         *_fields(ctypes.c_int32, "grads_aligned"),
@@ -84,12 +114,25 @@ def quantise(q, k, v, dout, cu_q=None, cu_k=None):
         return mx.data, mx.scale
 
     both = [
-        pair(x, axis, cu) for x, cu in ((q, cu_q), (dout, cu_q), (k, cu_k)) for axis in ("rowwise", "colwise")
+        pair(x, axis, cu)
+        for x, cu in ((q, cu_q), (dout, cu_q), (k, cu_k))
+        for axis in ("rowwise", "colwise")
     ]
     return Operands(*both, pair(v, "tokenwise", cu_k), None, None, cu_q, cu_k)
 
 
-def prepare(q, k, v, dout, *, softmax_scale=None, window=(-1, -1), cu_q=None, cu_k=None, out_dtype=torch.float32):
+def prepare(
+    q,
+    k,
+    v,
+    dout,
+    *,
+    softmax_scale=None,
+    window=(-1, -1),
+    cu_q=None,
+    cu_k=None,
+    out_dtype=torch.float32,
+):
     """Quantises, and runs the portable forward for O and LSE."""
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     ops = quantise(q, k, v, dout, cu_q, cu_k)
@@ -103,7 +146,8 @@ def prepare(q, k, v, dout, *, softmax_scale=None, window=(-1, -1), cu_q=None, cu
         out, lse = forward(ops, v_col)
     else:
         parts = [
-            forward(part, _dense(v_col, "colwise", cu_k, b)) for b, part in enumerate(sequences(ops))
+            forward(part, _dense(v_col, "colwise", cu_k, b))
+            for b, part in enumerate(sequences(ops))
         ]
         out, lse = torch.cat([x[0][0] for x in parts]), torch.cat([x[1][0] for x in parts], -1)
     return ops._replace(out=out, lse=lse)
@@ -113,7 +157,9 @@ def _dense(pair, axis, cu, b):
     """Sequence b of a packed operand, with a batch dimension."""
     start, stop = cu[b].item(), cu[b + 1].item()
     first = start // 32 + b
-    scales = slice(first, first + -(-(stop - start) // 32)) if axis == "colwise" else slice(start, stop)
+    scales = (
+        slice(first, first + -(-(stop - start) // 32)) if axis == "colwise" else slice(start, stop)
+    )
     return pair[0][start:stop].unsqueeze(0), pair[1][scales].unsqueeze(0)
 
 
@@ -122,7 +168,12 @@ def sequences(ops: Operands):
     for b in range(len(ops.cu_q) - 1):
         tokens = slice(ops.cu_q[b].item(), ops.cu_q[b + 1].item())
         pairs = [
-            _dense(getattr(ops, name), AXES.get(name, "tokenwise"), ops.cu_k if name[0] in "kv" else ops.cu_q, b)
+            _dense(
+                getattr(ops, name),
+                AXES.get(name, "tokenwise"),
+                ops.cu_k if name[0] in "kv" else ops.cu_q,
+                b,
+            )
             for name in MAPS
         ]
         out = ops.out[tokens].unsqueeze(0) if ops.out is not None else None
@@ -148,7 +199,9 @@ def run(
         atoms[name], tiles[name] = _atoms(getattr(ops, name)[1], axis, cu, scale_padding)
     row_tiles, key_tiles = tiles["q"], tiles["k"]
     assert set(tiles.values()) <= {row_tiles, key_tiles}
-    longest_q, longest_k = (n if m is None else m for n, m in ((seqlen_q, max_q), (seqlen_k, max_k)))
+    longest_q, longest_k = (
+        n if m is None else m for n, m in ((seqlen_q, max_q), (seqlen_k, max_k))
+    )
     count = len(ops.cu_q) - 1 if packed else batch
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     out, lse = dim4(ops.out).contiguous(), dim4(ops.lse).contiguous()
@@ -160,7 +213,9 @@ def run(
     dq_turn = torch.full((all_rows // TILE,), 77, dtype=torch.int32)
     dq = torch.full((dim4(ops.q[0])).shape, 77.0, dtype=dtype)
     dk, dv = (torch.full(dim4(ops.k[0]).shape, 77.0, dtype=dtype) for _ in range(2))
-    cu = {"cu_seqlens_q": ops.cu_q.data_ptr(), "cu_seqlens_k": ops.cu_k.data_ptr()} if packed else {}
+    cu = (
+        {"cu_seqlens_q": ops.cu_q.data_ptr(), "cu_seqlens_k": ops.cu_k.data_ptr()} if packed else {}
+    )
     cu_q = {"cu_seqlens_q": ops.cu_q.data_ptr()} if packed else {}
     cus = [ops.cu_q, ops.cu_k] if packed else []
 
@@ -172,11 +227,18 @@ def run(
 
     def launch(name, params, grid, smem, buffers, out_dtype, **more):
         kernel_name = f"{name}_d{box}_{OUT_NAMES[out_dtype]}"
-        kernel = emulator.Module.from_ptx(folder / f"{kernel_name}.sm_{arch}.ptx").kernels[kernel_name]
+        kernel = emulator.Module.from_ptx(folder / f"{kernel_name}.sm_{arch}.ptx").kernels[
+            kernel_name
+        ]
         size = ctypes.sizeof(params)
         assert kernel.param_bytes == size, (kernel_name, kernel.param_bytes, size)
         return kernel.launch(
-            grid=grid, block=THREADS[name], args=bytes(params), smem_bytes=smem, buffers=[*buffers, *cus], **more
+            grid=grid,
+            block=THREADS[name],
+            args=bytes(params),
+            smem_bytes=smem,
+            buffers=[*buffers, *cus],
+            **more,
         )
 
     q_tiles, k_tiles = -(-longest_q // TILE), -(-longest_k // TILE)
@@ -202,7 +264,17 @@ def run(
     )  # fmt: skip
     for name, m in maps.items():
         setattr(p, name, (ctypes.c_uint8 * 128).from_buffer_copy(m.encoded))
-    buffers = [*payloads.values(), *atoms.values(), v_tok_scale, bias, delta, dq_acc, dq_turn, dk, dv]
+    buffers = [
+        *payloads.values(),
+        *atoms.values(),
+        v_tok_scale,
+        bias,
+        delta,
+        dq_acc,
+        dq_turn,
+        dk,
+        dv,
+    ]
     report = launch(
         "attn_bwd", p, (k_tiles * heads_k * count,), _smem_bytes(box), buffers, dtype, **options
     )
@@ -231,7 +303,10 @@ def _smem_bytes(box):
 def expected(ops: Operands, *, softmax_scale=None, window=(-1, -1), dtype=torch.float32):
     """The portable path on the same operands: dq, dk, dv."""
     if ops.cu_q is not None:
-        parts = [expected(part, softmax_scale=softmax_scale, window=window, dtype=dtype) for part in sequences(ops)]
+        parts = [
+            expected(part, softmax_scale=softmax_scale, window=window, dtype=dtype)
+            for part in sequences(ops)
+        ]
         return tuple(torch.cat([x[0] for x in grads]) for grads in zip(*parts, strict=True))
     scale = ops.q[0].shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     dout = torch.empty(ops.q[0].shape, dtype=dtype)  # only its type is used

@@ -52,7 +52,16 @@ def assert_close(got, want, noise=0.0, row_bound=ROW):
     assert distance <= FROBENIUS * want.norm(), float(distance / want.norm())
 
 
-def check(ops: Operands, *, softmax_scale=None, window=NONE, dtype=torch.float32, noise=0.0, row_bound=ROW, **options):
+def check(
+    ops: Operands,
+    *,
+    softmax_scale=None,
+    window=NONE,
+    dtype=torch.float32,
+    noise=0.0,
+    row_bound=ROW,
+    **options,
+):
     """Runs the kernels, compares with the portable path; returns dq, dk, dv."""
     path = folder(ops.q[0].shape[-1], dtype, ops.out.dtype)
     *got, _ = run(path, ops, softmax_scale=softmax_scale, window=window, dtype=dtype, **options)
@@ -72,10 +81,14 @@ def noise_of(q, k, v, dout):
     return NOISE * max(largest[0], largest[1]) * largest[2] * largest[3]
 
 
-def draw_and_check(*args, softmax_scale=None, window=NONE, out_dtype=torch.float32, options=None, **shape):
+def draw_and_check(
+    *args, softmax_scale=None, window=NONE, out_dtype=torch.float32, options=None, **shape
+):
     tensors = draw(*args, **shape)
     ops = prepare(*tensors, softmax_scale=softmax_scale, window=window, out_dtype=out_dtype)
-    return check(ops, softmax_scale=softmax_scale, window=window, noise=noise_of(*tensors), **(options or {}))
+    return check(
+        ops, softmax_scale=softmax_scale, window=window, noise=noise_of(*tensors), **(options or {})
+    )
 
 
 SHAPES = [
@@ -129,7 +142,9 @@ def test_gradient_types(head_dim, dtype):
     check(ops, window=CAUSAL, dtype=dtype, noise=1e-3, row_bound=ROW + 2.0**-8)
 
 
-@pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)])
+@pytest.mark.parametrize(
+    "needs", [(True, False, False), (False, True, False), (False, False, True)]
+)
 def test_only_what_is_needed(needs):
     ops = prepare(*draw(130, 260, 64), window=CAUSAL)
     got = check(ops, window=CAUSAL, needs=needs, deterministic=True)
@@ -151,7 +166,10 @@ def test_outlier_channels(head_dim):
     k[..., :2] += 30
     ops = prepare(q, k, v, dout, window=CAUSAL)
     check(ops, window=CAUSAL, noise=noise_of(q, k, v, dout))
-    q, k = q * 0 + 4, k * 0 - 4 + 0.5 * torch.randn(k.shape, generator=torch.Generator().manual_seed(1))
+    q, k = (
+        q * 0 + 4,
+        k * 0 - 4 + 0.5 * torch.randn(k.shape, generator=torch.Generator().manual_seed(1)),
+    )
     ops = prepare(q, k, v, dout)
     assert ops.lse.max() < -88
     check(ops, noise=0.005)  # all rows of Q are equal: sums of dS cancel
@@ -246,16 +264,27 @@ LENGTHS = [
 def test_packed_sequences(lengths_q, lengths_k, window, order, seed):
     """Sequences of any length in one launch, zero included; each equals its dense run bit for bit (C29)."""
     q, k, v, dout = (x[0] for x in draw(sum(lengths_q), sum(lengths_k), 128, heads=2, heads_k=1))
-    cu_q, cu_k = (torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32) for n in (lengths_q, lengths_k))
+    cu_q, cu_k = (
+        torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        for n in (lengths_q, lengths_k)
+    )
     ops = prepare(q, k, v, dout, window=window, cu_q=cu_q, cu_k=cu_k)
     options = dict(window=window, deterministic=True)
     dq, dk, dv = check(
-        ops, noise=1e-4, max_q=max(lengths_q), max_k=max(lengths_k), order=order, seed=seed, **options
+        ops,
+        noise=1e-4,
+        max_q=max(lengths_q),
+        max_k=max(lengths_k),
+        order=order,
+        seed=seed,
+        **options,
     )
     for b in range(len(lengths_q)):
         tq, tk = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
         if lengths_q[b] and lengths_k[b]:
-            alone = prepare(*(x[None, t] for x, t in ((q, tq), (k, tk), (v, tk), (dout, tq))), window=window)
+            alone = prepare(
+                *(x[None, t] for x, t in ((q, tq), (k, tk), (v, tk), (dout, tq))), window=window
+            )
             want = run(folder(128), alone, **options)[:3]
             for got, one in zip((dq[tq], dk[tk], dv[tk]), want, strict=True):
                 assert torch.equal(got, one[0])

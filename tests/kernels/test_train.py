@@ -52,7 +52,9 @@ class TinyGPT(nn.Module):
         self.token, self.position = nn.Embedding(VOCABULARY, width), nn.Embedding(SEQLEN, width)
         self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(width) for _ in range(3))
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
         self.head = nn.Linear(width, VOCABULARY)
 
     def forward(self, tokens):
@@ -82,7 +84,12 @@ def losses(emulated, steps=3):
 
 
 def test_training_follows_the_portable_path():
-    needed("attn_fwd_d64_fp32", "bwd_preprocess_d64_fp32", "attn_bwd_d64_fp32", "bwd_postprocess_d64_fp32")
+    needed(
+        "attn_fwd_d64_fp32",
+        "bwd_preprocess_d64_fp32",
+        "attn_bwd_d64_fp32",
+        "bwd_postprocess_d64_fp32",
+    )
     emulated, portable = losses(True), losses(False)
     assert portable[-1] < 0.8 * portable[0]
     for a, b in zip(emulated, portable, strict=True):

@@ -28,9 +28,9 @@ template <class C>
 struct Compute {
   const AttnBwdParams& p;
   const uint32_t smem;
-  const uint32_t tmem;  // of the warp's lanes
-  const int half;       // of the queries: 0, 1
-  const int key;        // of the tile
+  const uint32_t tmem;    // of the warp's lanes
+  const int half;         // of the queries: 0, 1
+  const int key;          // of the tile
   float v_factor = 1.0f;  // token scale of V
   RingState<C::kStatsStages> stats{};
 
@@ -42,9 +42,10 @@ struct Compute {
         key(threadIdx.x % kTile) {
     if (key >= work.keys()) return;
     const int64_t token = work.k_start + int64_t(work.key_tile) * kTile + key;
-    v_factor = scale_factor(p.v_tok_scale[(p.cu_seqlens_k ? 0 : work.batch) * p.v_tok_scale_stride_batch +
-                                          token * p.v_tok_scale_stride_token +
-                                          work.key_head * p.v_tok_scale_stride_head]);
+    v_factor =
+        scale_factor(p.v_tok_scale[(p.cu_seqlens_k ? 0 : work.batch) * p.v_tok_scale_stride_batch +
+                                   token * p.v_tok_scale_stride_token +
+                                   work.key_head * p.v_tok_scale_stride_head]);
   }
 
   FAMX_DEVICE void run(const Work& work) {
@@ -74,7 +75,8 @@ struct Compute {
   FAMX_DEVICE void load(uint32_t (&x)[kHalfBlocks][32], uint32_t column, uint32_t loaded) {
     ptx::tcgen05_fence_after();  // written by the mma
 #pragma unroll
-    for (int b = 0; b < kHalfBlocks; ++b) ptx::tmem_load_32(x[b], tmem + column + half * kHalfQueries + b * kBlock);
+    for (int b = 0; b < kHalfBlocks; ++b)
+      ptx::tmem_load_32(x[b], tmem + column + half * kHalfQueries + b * kBlock);
     ptx::tmem_wait_load();
 #pragma unroll
     for (int b = 0; b < kHalfBlocks; ++b) ptx::pin(x[b]);
@@ -89,9 +91,11 @@ struct Compute {
     // pass for the second, in memory.)
     uint32_t mask[kHalfBlocks] = {};
     if constexpr (kMasked) visible_queries(mask, tile);
-    const auto visible = [&](int query) { return !kMasked || (mask[query / kBlock] >> query % kBlock & 1) != 0; };
-    const uint32_t stat =
-        smem + C::kStats + stats.stage * 2 * C::kStatBytes + half * kHalfQueries * uint32_t(sizeof(float));
+    const auto visible = [&](int query) {
+      return !kMasked || (mask[query / kBlock] >> query % kBlock & 1) != 0;
+    };
+    const uint32_t stat = smem + C::kStats + stats.stage * 2 * C::kStatBytes +
+                          half * kHalfQueries * uint32_t(sizeof(float));
     ptx::mbarrier_wait(barrier_at(smem + C::kStatsFull, stats.stage), stats.parity);
     ptx::mbarrier_wait(smem + C::kSFull, parity);
     uint32_t prob[kHalfBlocks][32];
@@ -109,7 +113,8 @@ struct Compute {
         for (int e = 0; e < 4; e += 2) {
           const int at = i + e;
           // x is rounded before LSE is subtracted, as in the forward: both may be large and all but equal.
-          const Float2 x = add(mul_rounded(pair(prob[b], at), scale), e ? pack(bias.z, bias.w) : pack(bias.x, bias.y));
+          const Float2 x = add(mul_rounded(pair(prob[b], at), scale),
+                               e ? pack(bias.z, bias.w) : pack(bias.x, bias.y));
           float p0 = exp2_approx(min_nan(low(x), 0.0f)), p1 = exp2_approx(min_nan(high(x), 0.0f));
           if (!visible(b * kBlock + at)) p0 = 0.0f;
           if (!visible(b * kBlock + at + 1)) p1 = 0.0f;
@@ -181,9 +186,10 @@ struct Compute {
 
   // Two scale bytes of the key's row.
   FAMX_DEVICE void store_scales(uint32_t atom, uint32_t bytes) {
-    asm volatile("st.shared.b16 [%0], %1;" ::"r"(smem + atom + scale_word_offset(key) + half * kHalfBlocks),
-                 "h"(uint16_t(bytes))
-                 : "memory");
+    asm volatile(
+        "st.shared.b16 [%0], %1;" ::"r"(smem + atom + scale_word_offset(key) + half * kHalfBlocks),
+        "h"(uint16_t(bytes))
+        : "memory");
   }
 
   FAMX_DEVICE void store_payload(uint32_t column, const uint32_t (&payload)[kHalfBlocks * 8]) {
@@ -198,14 +204,16 @@ struct Compute {
     const uint32_t first = smem + C::kDs + key * kTile + 16 * (half * kChunks ^ (key & 7));
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(first ^ 16 * i), "r"(payload[4 * i]),
-                   "r"(payload[4 * i + 1]), "r"(payload[4 * i + 2]), "r"(payload[4 * i + 3])
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(first ^ 16 * i),
+                   "r"(payload[4 * i]), "r"(payload[4 * i + 1]), "r"(payload[4 * i + 2]),
+                   "r"(payload[4 * i + 3])
                    : "memory");
     }
 #pragma unroll
     for (int b = 0; b < kHalfBlocks; ++b) {
       const int query = (half * kHalfBlocks + b) * kBlock + (key & 31);
-      asm volatile("st.shared.b8 [%0], %1;" ::"r"(smem + C::kDsScaleByQuery + scale_word_offset(query) + key / kBlock),
+      asm volatile("st.shared.b8 [%0], %1;" ::"r"(smem + C::kDsScaleByQuery +
+                                                  scale_word_offset(query) + key / kBlock),
                    "r"(bytes >> (8 * b))
                    : "memory");
     }

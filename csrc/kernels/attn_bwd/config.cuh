@@ -80,14 +80,18 @@ constexpr int kWarps = 16;  // whole warpgroups: setmaxnreg works on four warps
 constexpr int kThreads = 32 * kWarps;
 constexpr int kComputeRegisters = 168;
 constexpr int kOtherRegisters = 88;
-static_assert(32 * (kComputeWarps * kComputeRegisters + (kWarps - kComputeWarps) * kOtherRegisters) <= 64 * 1024,
+static_assert(32 * (kComputeWarps * kComputeRegisters +
+                    (kWarps - kComputeWarps) * kOtherRegisters) <=
+                  64 * 1024,
               "register file");
 
 // The same in the whole warp, and the compiler knows it. Asked for anew where it is needed: what is kept across a role's
 // loop may be spilled.
 FAMX_DEVICE uint32_t uniform(uint32_t x) { return __shfl_sync(0xFFFFFFFFu, x, 0); }
 FAMX_DEVICE int warp_index() { return uniform(threadIdx.x / 32); }
-FAMX_DEVICE uint32_t lanes_of_warp() { return (warp_index() % 4 * 32) << 16; }  // as part of a TMEM address
+FAMX_DEVICE uint32_t lanes_of_warp() {
+  return (warp_index() % 4 * 32) << 16;
+}  // as part of a TMEM address
 
 template <int kHeadDim_>
 struct Config {
@@ -111,12 +115,13 @@ struct Config {
     return block / kHalfBlocks * kHalfQueries + block % kHalfBlocks * (kBlock / 4);
   }
   // Scales of the left and right operand of each product.
-  static constexpr uint32_t kSFK = kDP + 16, kSFQ = kDP + 20;      // S
-  static constexpr uint32_t kSFdSk = kDP + 24, kSFQt = kDP + 28;   // dK
-  static constexpr uint32_t kSFV = kS + 16, kSFdO = kS + 20;       // dP
-  static constexpr uint32_t kSFP = kS + 24, kSFdOt = kS + 28;      // dV
-  static constexpr uint32_t kSFdSq = kS + 32, kSFKt = kS + 36;     // dQ
-  static_assert(kHalfBlocks * kBlock / 4 <= 16 && 36 + kScaleAtomColumns <= kHalfQueries, "payloads beside scales");
+  static constexpr uint32_t kSFK = kDP + 16, kSFQ = kDP + 20;     // S
+  static constexpr uint32_t kSFdSk = kDP + 24, kSFQt = kDP + 28;  // dK
+  static constexpr uint32_t kSFV = kS + 16, kSFdO = kS + 20;      // dP
+  static constexpr uint32_t kSFP = kS + 24, kSFdOt = kS + 28;     // dV
+  static constexpr uint32_t kSFdSq = kS + 32, kSFKt = kS + 36;    // dQ
+  static_assert(kHalfBlocks * kBlock / 4 <= 16 && 36 + kScaleAtomColumns <= kHalfQueries,
+                "payloads beside scales");
 
   // Shared memory, as offsets from a 1024-byte boundary.
   static constexpr uint32_t kTileBytes = kTile * kHeadDim;
@@ -140,9 +145,11 @@ struct Config {
   static constexpr uint32_t kRingFull = kKeysFull + 8, kRingEmpty = kRingFull + 8 * kRingStages;
   static constexpr uint32_t kStatsFull = kRingEmpty + 8 * kRingStages;
   static constexpr uint32_t kStatsEmpty = kStatsFull + 8 * kStatsStages;
-  static constexpr uint32_t kSFull = kStatsEmpty + 8 * kStatsStages, kSLoaded = kSFull + 8, kPFull = kSLoaded + 8;
+  static constexpr uint32_t kSFull = kStatsEmpty + 8 * kStatsStages, kSLoaded = kSFull + 8,
+                            kPFull = kSLoaded + 8;
   static constexpr uint32_t kDPFull = kPFull + 8, kDPLoaded = kDPFull + 8, kDSFull = kDPLoaded + 8;
-  static constexpr uint32_t kDQFull = kDSFull + 8, kDQLoaded = kDQFull + 8, kSumsFull = kDQLoaded + 8;
+  static constexpr uint32_t kDQFull = kDSFull + 8, kDQLoaded = kDQFull + 8,
+                            kSumsFull = kDQLoaded + 8;
   static constexpr uint32_t kTmemAddress = kSumsFull + 8;
   static constexpr uint32_t kSmemBytes = kTmemAddress + 16 + 1024;  // 1024: alignment of the start
   static_assert(kSmemBytes <= 227 * 1024, "shared memory of a CTA");
@@ -158,16 +165,17 @@ struct Step {
 struct Work {
   int batch, key_head, key_tile;
   int seqlen_q, seqlen_k;
-  int q_start, k_start;  // packed: first token of the sequence; dense: 0
-  int k_atom;            // scale atom of the key tile
-  int group;             // query heads that share the key head
-  int first_tile, tiles; // query tiles that see a key of the tile
+  int q_start, k_start;   // packed: first token of the sequence; dense: 0
+  int k_atom;             // scale atom of the key tile
+  int group;              // query heads that share the key head
+  int first_tile, tiles;  // query tiles that see a key of the tile
   QueryWindow window;
 
   FAMX_DEVICE int steps() const { return group * tiles; }
   FAMX_DEVICE Step first() const { return {0, first_tile}; }
   FAMX_DEVICE Step next(Step s) const {
-    return s.tile + 1 < first_tile + tiles ? Step{s.head, s.tile + 1} : Step{s.head + 1, first_tile};
+    return s.tile + 1 < first_tile + tiles ? Step{s.head, s.tile + 1}
+                                           : Step{s.head + 1, first_tile};
   }
   FAMX_DEVICE int head(Step s) const { return key_head * group + s.head; }
   FAMX_DEVICE int rows(Step s) const { return min(seqlen_q - s.tile * kTile, kTile); }

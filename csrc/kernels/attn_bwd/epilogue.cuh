@@ -16,8 +16,10 @@ struct Epilogue {
     if (!base) return;
     const int64_t batch = p.cu_seqlens_k ? 0 : work.batch;
     const int64_t token = work.k_start + int64_t(work.key_tile) * kTile + key;
-    const int64_t at = half == 0 ? batch * p.dv_stride_batch + token * p.dv_stride_token + work.key_head * p.dv_stride_head
-                                 : batch * p.dk_stride_batch + token * p.dk_stride_token + work.key_head * p.dk_stride_head;
+    const int64_t at = half == 0 ? batch * p.dv_stride_batch + token * p.dv_stride_token +
+                                       work.key_head * p.dv_stride_head
+                                 : batch * p.dk_stride_batch + token * p.dk_stride_token +
+                                       work.key_head * p.dk_stride_head;
     const float scale = half == 0 ? 1.0f : p.softmax_scale;
     const bool live = work.steps() > 0, exists = key < work.keys();
     ptx::tcgen05_fence_after();  // written by the mma

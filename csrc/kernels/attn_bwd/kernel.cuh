@@ -40,19 +40,22 @@ FAMX_DEVICE void init_barriers(uint32_t smem) {
 template <class C, class Grad>
 FAMX_DEVICE void run(const AttnBwdParams& p) {
   extern __shared__ uint8_t smem_raw[];
-  if (Work(p, blockIdx.x).keys() <= 0) return;  // packed: the sequence is shorter than the longest one
+  if (Work(p, blockIdx.x).keys() <= 0)
+    return;  // packed: the sequence is shorter than the longest one
   const uint32_t smem = uniform((ptx::smem_address(smem_raw) + 1023) / 1024 * 1024);
 
   if (const int warp = warp_index(); warp == kMmaWarp) {
     ptx::tmem_allocate(smem + C::kTmemAddress, C::kTmemColumns);
     const uint32_t lane = threadIdx.x & 31;
     for (uint32_t at = 4 * lane; at < kScaleAtomBytes; at += 4 * 32)
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem + C::kOnes + at), "r"(kScaleOnes) : "memory");
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem + C::kOnes + at), "r"(kScaleOnes)
+                   : "memory");
     ptx::fence_proxy_async();  // tcgen05.cp reads them
   } else if (warp == kLoadWarp && ptx::elect_one()) {
     init_barriers<C>(smem);
     ptx::fence_proxy_async();
-    for (const TensorMapBytes* map : {&p.q, &p.q_col, &p.dout, &p.dout_col, &p.k, &p.k_col, &p.v_tok})
+    for (const TensorMapBytes* map :
+         {&p.q, &p.q_col, &p.dout, &p.dout_col, &p.k, &p.k_col, &p.v_tok})
       ptx::prefetch_tensor_map(map);
   }
   ptx::tcgen05_fence_before();

@@ -43,11 +43,12 @@ struct Loader {
     const uint32_t full = smem + C::kKeysFull;
     ptx::mbarrier_arrive_expect_tx(full, 3 * C::kTileBytes + 2 * kScaleAtomBytes);
     const auto tile = [&](uint32_t to, const TensorMapBytes& map) {
-      ptx::tma_load_4d(smem + to, &map, full, 0, work.k_start + work.key_tile * kTile, work.key_head,
-                       p.cu_seqlens_k ? 0 : work.batch);
+      ptx::tma_load_4d(smem + to, &map, full, 0, work.k_start + work.key_tile * kTile,
+                       work.key_head, p.cu_seqlens_k ? 0 : work.batch);
     };
     const auto atom = [&](uint32_t to, const uint8_t* scale) {
-      ptx::bulk_load(smem + to, scale + int64_t(work.k_atom) * kScaleAtomBytes, kScaleAtomBytes, full);
+      ptx::bulk_load(smem + to, scale + int64_t(work.k_atom) * kScaleAtomBytes, kScaleAtomBytes,
+                     full);
     };
     tile(C::kK, p.k);
     atom(C::kKScale, p.k_scale);
@@ -61,8 +62,8 @@ struct Loader {
     const uint32_t full = barrier_at(smem + C::kRingFull, ring.stage);
     ptx::mbarrier_wait(barrier_at(smem + C::kRingEmpty, ring.stage), ring.parity ^ 1);
     ptx::mbarrier_arrive_expect_tx(full, C::kTileBytes + kScaleAtomBytes);
-    ptx::tma_load_4d(smem + C::kRing + ring.stage * C::kTileBytes, &map, full, 0, work.q_start + s.tile * kTile,
-                     work.head(s), p.cu_seqlens_q ? 0 : work.batch);
+    ptx::tma_load_4d(smem + C::kRing + ring.stage * C::kTileBytes, &map, full, 0,
+                     work.q_start + s.tile * kTile, work.head(s), p.cu_seqlens_q ? 0 : work.batch);
     ptx::bulk_load(smem + C::kRingScale + ring.stage * kScaleAtomBytes,
                    scale + work.row_tile(p, s) * kScaleAtomBytes, kScaleAtomBytes, full);
     ring.advance();

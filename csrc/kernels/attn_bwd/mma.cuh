@@ -23,7 +23,8 @@ struct Mma {
     const int steps = work.steps();
     if (steps == 0) return;
     wait(C::kKeysFull, 0);
-    if (work.keys() < kTile) clear_rows_behind<C::kHeadDim>(smem + C::kKt, smem + C::kKtScale, work.keys());
+    if (work.keys() < kTile)
+      clear_rows_behind<C::kHeadDim>(smem + C::kKt, smem + C::kKtScale, work.keys());
     Step now = work.first();
     make_s();
     make_dp(0);
@@ -67,7 +68,8 @@ struct Mma {
     const uint32_t stage = ring.stage;
     wait(barrier_at(C::kRingFull, stage), ring.parity);
     ring.advance();
-    return {stage, smem + C::kRing + stage * C::kTileBytes, smem + C::kRingScale + stage * kScaleAtomBytes};
+    return {stage, smem + C::kRing + stage * C::kTileBytes,
+            smem + C::kRingScale + stage * kScaleAtomBytes};
   }
   // The same, of a tile that is contracted along its rows.
   FAMX_DEVICE Slot wait_contracted_slot(Step s) {
@@ -106,7 +108,8 @@ struct Mma {
     commit(C::kDPFull);
   }
 
-  FAMX_DEVICE void multiply_along_head(uint32_t d, uint32_t a, uint32_t b, uint32_t sfa, uint32_t sfb) {
+  FAMX_DEVICE void multiply_along_head(uint32_t d, uint32_t a, uint32_t b, uint32_t sfa,
+                                       uint32_t sfb) {
     ptx::tcgen05_fence_after();
     const uint64_t da = C::Tile::descriptor(a), db = C::Tile::descriptor(b);
     // Blocks of 32 behind head_dim are not multiplied: their scale bytes may hold anything.
@@ -143,7 +146,8 @@ struct Mma {
     release(q);
   }
 
-  FAMX_DEVICE void multiply_along_queries(uint32_t d, uint32_t a, uint32_t b, uint32_t sfa, uint32_t sfb, bool add) {
+  FAMX_DEVICE void multiply_along_queries(uint32_t d, uint32_t a, uint32_t b, uint32_t sfa,
+                                          uint32_t sfb, bool add) {
     ptx::tcgen05_fence_after();
     const uint64_t db = C::Tile::descriptor(b);
 #pragma unroll
@@ -158,11 +162,13 @@ struct Mma {
       ptx::tcgen05_fence_after();
       copy_scales(C::kSFdSq, smem + C::kDsScaleByQuery);
       copy_scales(C::kSFKt, smem + C::kKtScale);
-      const uint64_t da = C::DsTile::descriptor(smem + C::kDs), db = C::Tile::descriptor(smem + C::kKt);
+      const uint64_t da = C::DsTile::descriptor(smem + C::kDs),
+                     db = C::Tile::descriptor(smem + C::kKt);
 #pragma unroll
       for (int k = 0; k < kTile / kMmaK; ++k)
-        MmaMxf8SS::fma(tmem + C::kDQ, da + k * C::DsTile::kStepAlongRows, db + k * C::Tile::kStepAlongRows,
-                       mxf8_instruction<C::kHeadDim, kMN, kMN>(k), tmem + C::kSFdSq, tmem + C::kSFKt, k > 0);
+        MmaMxf8SS::fma(tmem + C::kDQ, da + k * C::DsTile::kStepAlongRows,
+                       db + k * C::Tile::kStepAlongRows, mxf8_instruction<C::kHeadDim, kMN, kMN>(k),
+                       tmem + C::kSFdSq, tmem + C::kSFKt, k > 0);
     }
     commit(C::kDQFull);
   }

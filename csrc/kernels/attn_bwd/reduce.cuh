@@ -55,7 +55,8 @@ struct Reduce {
     __syncwarp();  // the copy that used this buffer has read it
 #pragma unroll
     for (int i = 0; i < C::kChunk; i += 4)
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(buffer + (i / 4 * 32 + (threadIdx.x & 31)) * 16),
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(
+                       buffer + (i / 4 * 32 + (threadIdx.x & 31)) * 16),
                    "r"(x[i]), "r"(x[i + 1]), "r"(x[i + 2]), "r"(x[i + 3])
                    : "memory");
     ptx::fence_proxy_async();  // the copy reads what the warp wrote

@@ -40,8 +40,9 @@ struct Postprocess {
     for (int i = threadIdx.x; i < kTile * kHeadDim / 4; i += kPostprocessThreads) {
       const int row = (i / 32 / kGroups) * 2 + i % 2;
       const int lot = i / 2 % 16 + 16 * (i / 32 % kGroups);
-      if (row < rows && 4 * lot < p.head_dim) 
-        store(dq + row * p.dq_stride_token, 4 * lot, acc[(row / 32 * (kHeadDim / 4) + lot) * 32 + row % 32]);
+      if (row < rows && 4 * lot < p.head_dim)
+        store(dq + row * p.dq_stride_token, 4 * lot,
+              acc[(row / 32 * (kHeadDim / 4) + lot) * 32 + row % 32]);
     }
   }
 

@@ -49,7 +49,8 @@ struct Preprocess {
     clear(row_tile);
     const int dense_batch = p.cu_seqlens_q ? 0 : batch;
     const uint8_t* dout = p.dout + dense_batch * p.dout_stride_batch + head * p.dout_stride_head;
-    const Out* out = static_cast<const Out*>(p.out) + dense_batch * p.out_stride_batch + head * p.out_stride_head;
+    const Out* out = static_cast<const Out*>(p.out) + dense_batch * p.out_stride_batch +
+                     head * p.out_stride_head;
     const float* lse = p.lse + dense_batch * p.lse_stride_batch + head * p.lse_stride_head;
     const uint8_t* scale = p.dout_scale + row_tile * 512;
     const int lane = threadIdx.x % kLanes;
@@ -65,14 +66,14 @@ struct Preprocess {
       if (lane == 0) {
         p.minus_delta[row_tile * kTile + row] = -sum;
         const float l = exists ? lse[token] : -__builtin_huge_valf();
-        p.bias[row_tile * kTile + row] =
-            l == -__builtin_huge_valf() ? l : l * -1.4426950408889634f;
+        p.bias[row_tile * kTile + row] = l == -__builtin_huge_valf() ? l : l * -1.4426950408889634f;
       }
     }
   }
 
   // The terms of channels [channel, channel + 4).
-  FAMX_DEVICE float partial(const uint8_t* dout, const uint8_t* scale, const Out* out, int channel) const {
+  FAMX_DEVICE float partial(const uint8_t* dout, const uint8_t* scale, const Out* out,
+                            int channel) const {
     if (channel >= p.head_dim) return 0.0f;
     float x[4];
     unpack_e4m3(*reinterpret_cast<const uint32_t*>(dout + channel), x);
@@ -95,9 +96,9 @@ struct Preprocess {
 
 }  // namespace flash_attn_mx::bwd
 
-#define FAMX_DEFINE_KERNEL(name, head_dim, out_type)                                 \
+#define FAMX_DEFINE_KERNEL(name, head_dim, out_type)                                   \
   extern "C" __global__ void __launch_bounds__(flash_attn_mx::bwd::kPreprocessThreads) \
-      name(const __grid_constant__ flash_attn_mx::BwdPreprocessParams params) {      \
-    using namespace flash_attn_mx::bwd;                                              \
-    Preprocess<head_dim, out_type>{params}.run();                                    \
+      name(const __grid_constant__ flash_attn_mx::BwdPreprocessParams params) {        \
+    using namespace flash_attn_mx::bwd;                                                \
+    Preprocess<head_dim, out_type>{params}.run();                                      \
   }

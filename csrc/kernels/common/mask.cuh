@@ -67,7 +67,8 @@ struct QueryWindow {
   }
   FAMX_DEVICE int end_query(int key) const {
     if (key >= window.seqlen_k) return 0;
-    return window.left < 0 ? seqlen_q : max(0, min(seqlen_q, key - window.offset + window.left + 1));
+    return window.left < 0 ? seqlen_q
+                           : max(0, min(seqlen_q, key - window.offset + window.left + 1));
   }
 
   // Query tiles in which a row sees a key of the tile: those whose TileRange is active there. They are neighbours.

@@ -130,9 +130,10 @@ FAMX_DEVICE void bulk_load(uint32_t smem, const void* global, uint32_t bytes, ui
 
 // fp32 sums: global += shared, in the L2, no order among elements. The copy belongs to the thread's open group.
 FAMX_DEVICE void bulk_add_f32(void* global, uint32_t smem, uint32_t bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(smem),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
+      "r"(smem), "r"(bytes)
+      : "memory");
 }
 FAMX_DEVICE void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // At most kPending of this thread's groups still read shared memory.
