@@ -483,6 +483,8 @@ class Build:
             self.host["emulator_reason"] = f"Python.h is missing in {python} (python3-dev)"
         else:
             flags = ["-std=c++20", "-isystem", pybind11, "-isystem", python]
+            if platform.machine() in ("x86_64", "AMD64"):
+                flags.append("-march=x86-64-v3")  # mma.cpp has AVX2 intrinsics
             link = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
             sources = sorted(folder.glob("*.cpp"))
             name = "_emulator" + sysconfig.get_config_var("EXT_SUFFIX")

@@ -1,4 +1,5 @@
-// Python entry: flash_attn_mx._emulator. Only plain data crosses: bytes, addresses and sizes; no torch, no numpy.
+// Python entry: flash_attn_mx._emulator. Only plain data crosses: bytes, addresses and sizes; no
+// torch, no numpy.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -15,10 +16,14 @@ namespace {
 
 const char* evidence_name(Evidence e) {
   switch (e) {
-    case Evidence::HW_SM90: return "hw:sm_90";
-    case Evidence::SPEC: return "spec";
-    case Evidence::CUTLASS: return "cutlass";
-    default: return "peers";
+    case Evidence::HW_SM90:
+      return "hw:sm_90";
+    case Evidence::SPEC:
+      return "spec";
+    case Evidence::CUTLASS:
+      return "cutlass";
+    default:
+      return "peers";
   }
 }
 
@@ -44,7 +49,8 @@ class PyModule {
       py::list params;
       for (auto& p : k->params) {
         py::dict q;
-        q["name"] = p.name, q["offset"] = p.offset, q["size"] = p.size, q["align"] = p.align, q["type"] = p.type;
+        q["name"] = p.name, q["offset"] = p.offset, q["size"] = p.size, q["align"] = p.align,
+        q["type"] = p.type;
         params.append(q);
       }
       d["params"] = params;
@@ -53,7 +59,8 @@ class PyModule {
       d["local_bytes"] = k->local_bytes;
       d["instructions"] = k->insns.size();
       auto triple = [](const int* v) { return py::make_tuple(v[0], v[1], v[2]); };
-      d["reqntid"] = triple(k->reqntid), d["maxntid"] = triple(k->maxntid), d["reqcluster"] = triple(k->reqcluster);
+      d["reqntid"] = triple(k->reqntid), d["maxntid"] = triple(k->maxntid),
+      d["reqcluster"] = triple(k->reqcluster);
       std::unordered_map<std::string, int> ops;
       for (auto& in : k->insns) ++ops[in.op];
       d["opcodes"] = ops;
@@ -73,11 +80,15 @@ class PyModule {
   py::dict resources(const std::string& name) {
     const Program& p = program(name);
     py::dict d;
-    d["static_smem"] = p.static_smem, d["static_map"] = p.static_map, d["register_bytes"] = p.reg_bytes, d["local_bytes"] = p.local_bytes;
+    d["static_smem"] = p.static_smem, d["static_map"] = p.static_map,
+    d["register_bytes"] = p.reg_bytes, d["local_bytes"] = p.local_bytes;
     return d;
   }
 
-  py::dict launch(const std::string& name, const std::string& params, const std::vector<std::tuple<uint64_t, uint64_t, bool, bool, std::string>>& buffers, const py::dict& o);
+  py::dict launch(
+      const std::string& name, const std::string& params,
+      const std::vector<std::tuple<uint64_t, uint64_t, bool, bool, std::string>>& buffers,
+      const py::dict& o);
 
  private:
   std::unique_ptr<ModuleData> data_;
@@ -88,7 +99,8 @@ void triple(const py::dict& o, const char* key, uint32_t* out) {
   auto v = o[key].cast<std::vector<int64_t>>();
   if (v.size() != 3) throw py::value_error(std::string(key) + " must have three elements");
   for (int i = 0; i < 3; ++i) {
-    if (v[i] < 1 || v[i] > 0x7FFFFFFF) throw py::value_error(std::string(key) + " must be positive");
+    if (v[i] < 1 || v[i] > 0x7FFFFFFF)
+      throw py::value_error(std::string(key) + " must be positive");
     out[i] = (uint32_t)v[i];
   }
 }
@@ -99,8 +111,10 @@ void check_launch(const Program& p, const Options& o) {
   for (int d = 0; d < 3; ++d) {
     threads *= o.block[d], ctas *= o.cluster[d];
     if (o.grid[d] % o.cluster[d]) fail("the grid is not a multiple of the cluster");
-    if (p.reqntid[0] && (uint32_t)std::max(1, p.reqntid[d]) != o.block[d]) fail("block differs from .reqntid");
-    if (p.reqcluster[0] && (uint32_t)std::max(1, p.reqcluster[d]) != o.cluster[d]) fail("cluster differs from .reqnctapercluster");
+    if (p.reqntid[0] && (uint32_t)std::max(1, p.reqntid[d]) != o.block[d])
+      fail("block differs from .reqntid");
+    if (p.reqcluster[0] && (uint32_t)std::max(1, p.reqcluster[d]) != o.cluster[d])
+      fail("cluster differs from .reqnctapercluster");
   }
   uint64_t grid = 1;
   for (int d = 0; d < 3; ++d) {
@@ -108,15 +122,23 @@ void check_launch(const Program& p, const Options& o) {
     if (grid > 1ull << 31) fail("more than 2^31 CTAs");
   }
   if (threads > 1024) fail("more than 1024 threads per CTA");
-  if (p.maxntid[0] && threads > (uint64_t)p.maxntid[0] * std::max(1, p.maxntid[1]) * std::max(1, p.maxntid[2])) fail("block exceeds .maxntid");
+  if (p.maxntid[0] &&
+      threads > (uint64_t)p.maxntid[0] * std::max(1, p.maxntid[1]) * std::max(1, p.maxntid[2]))
+    fail("block exceeds .maxntid");
   if (ctas > 16) fail("more than 16 CTAs per cluster");
-  if (o.dynamic_smem + p.static_smem > 232448) fail("shared memory of " + std::to_string(o.dynamic_smem + p.static_smem) + " bytes exceeds 232448");
+  if (o.dynamic_smem + p.static_smem > 232448)
+    fail("shared memory of " + std::to_string(o.dynamic_smem + p.static_smem) +
+         " bytes exceeds 232448");
 }
 
-py::dict PyModule::launch(const std::string& name, const std::string& params, const std::vector<std::tuple<uint64_t, uint64_t, bool, bool, std::string>>& buffers, const py::dict& o) {
+py::dict PyModule::launch(
+    const std::string& name, const std::string& params,
+    const std::vector<std::tuple<uint64_t, uint64_t, bool, bool, std::string>>& buffers,
+    const py::dict& o) {
   Machine m;
   m.prog = &program(name);
-  triple(o, "grid", m.opt.grid), triple(o, "cluster", m.opt.cluster), triple(o, "block", m.opt.block);
+  triple(o, "grid", m.opt.grid), triple(o, "cluster", m.opt.cluster),
+      triple(o, "block", m.opt.block);
   m.opt.dynamic_smem = o["smem_bytes"].cast<uint32_t>();
   m.opt.order = (Order)o["order"].cast<int>();
   m.opt.mma = (MmaMode)o["mma"].cast<int>();
@@ -125,21 +147,29 @@ py::dict PyModule::launch(const std::string& name, const std::string& params, co
   m.opt.timeout_s = o["timeout"].cast<double>();
   auto c = o["checks"].cast<std::vector<std::string>>();
   auto on = [&](const char* k) { return std::find(c.begin(), c.end(), k) != c.end(); };
-  m.opt.checks.uninit = on("uninit"), m.opt.checks.proxy = on("proxy"), m.opt.checks.leaks = on("leaks");
+  m.opt.checks.uninit = on("uninit"), m.opt.checks.proxy = on("proxy"),
+  m.opt.checks.leaks = on("leaks");
   m.opt.checks.async_overlap = on("async"), m.opt.checks.replicas = on("replicas");
   check_launch(*m.prog, m.opt);
-  if (params.size() != m.prog->param_bytes) throw py::value_error(name + ": " + std::to_string(params.size()) + " bytes of parameters, the kernel takes " + std::to_string(m.prog->param_bytes));
+  if (params.size() != m.prog->param_bytes)
+    throw py::value_error(name + ": " + std::to_string(params.size()) +
+                          " bytes of parameters, the kernel takes " +
+                          std::to_string(m.prog->param_bytes));
   m.params.assign(params.begin(), params.end());
   m.buffers = data_->buffers;
   for (auto& b : buffers) {
     Buffer n;
-    n.base = std::get<0>(b), n.size = std::get<1>(b), n.readonly = std::get<2>(b), n.name = std::get<4>(b);
+    n.base = std::get<0>(b), n.size = std::get<1>(b), n.readonly = std::get<2>(b),
+    n.name = std::get<4>(b);
     if (std::get<3>(b) && m.opt.checks.uninit) n.written.resize(n.size / 64 + 1);
     if (n.size) m.buffers.push_back(std::move(n));
   }
-  std::sort(m.buffers.begin(), m.buffers.end(), [](const Buffer& a, const Buffer& b) { return a.base < b.base; });
+  std::sort(m.buffers.begin(), m.buffers.end(),
+            [](const Buffer& a, const Buffer& b) { return a.base < b.base; });
   for (size_t i = 1; i < m.buffers.size(); ++i)
-    if (m.buffers[i - 1].base + m.buffers[i - 1].size > m.buffers[i].base) throw py::value_error("buffers " + m.buffers[i - 1].name + " and " + m.buffers[i].name + " overlap");
+    if (m.buffers[i - 1].base + m.buffers[i - 1].size > m.buffers[i].base)
+      throw py::value_error("buffers " + m.buffers[i - 1].name + " and " + m.buffers[i].name +
+                            " overlap");
   RunResult r;
   {
     py::gil_scoped_release release;
@@ -148,20 +178,31 @@ py::dict PyModule::launch(const std::string& name, const std::string& params, co
   py::dict d, forms;
   for (size_t i = 0; i < r.form_count.size(); ++i)
     if (r.form_count[i]) forms[isa_table()[i].pattern] = r.form_count[i];
-  d["error"] = r.error, d["forms"] = forms, d["warp_instructions"] = r.warp_insns, d["output"] = r.output;
-  d["instructions"] = r.insns, d["mma"] = r.mma, d["mma_flop"] = r.mma_flop, d["tma_load_bytes"] = r.tma_load, d["tma_store_bytes"] = r.tma_store;
-  d["global_load_bytes"] = r.global_ld, d["global_store_bytes"] = r.global_st, d["barrier_waits"] = r.waits;
+  d["error"] = r.error, d["forms"] = forms, d["warp_instructions"] = r.warp_insns,
+  d["output"] = r.output;
+  d["instructions"] = r.insns, d["mma"] = r.mma, d["mma_flop"] = r.mma_flop,
+  d["tma_load_bytes"] = r.tma_load, d["tma_store_bytes"] = r.tma_store;
+  d["global_load_bytes"] = r.global_ld, d["global_store_bytes"] = r.global_st,
+  d["barrier_waits"] = r.waits;
   return d;
 }
 
-py::bytes tensormap(uint32_t dtype, uint64_t address, const std::vector<uint64_t>& dims, const std::vector<uint64_t>& strides, const std::vector<uint32_t>& box, const std::vector<uint32_t>& estrides, uint32_t interleave, uint32_t swizzle,
+py::bytes tensormap(uint32_t dtype, uint64_t address, const std::vector<uint64_t>& dims,
+                    const std::vector<uint64_t>& strides, const std::vector<uint32_t>& box,
+                    const std::vector<uint32_t>& estrides, uint32_t interleave, uint32_t swizzle,
                     uint32_t l2promo, uint32_t oob) {
   TensorMap t;
   t.rank = (uint32_t)dims.size();
-  if (t.rank < 1 || t.rank > 5) throw py::value_error("rank " + std::to_string(t.rank) + " is not 1..5");
-  if (strides.size() + 1 != dims.size() || box.size() != dims.size() || estrides.size() != dims.size()) throw py::value_error("dims, box and element_strides need rank entries, strides rank - 1");
-  t.dtype = dtype, t.address = address, t.interleave = interleave, t.swizzle = swizzle, t.l2promo = l2promo, t.oob = oob;
-  for (size_t d = 0; d < dims.size(); ++d) t.dims[d] = dims[d], t.box[d] = box[d], t.estride[d] = estrides[d], t.strides[d] = d ? strides[d - 1] : t.elem_bytes();
+  if (t.rank < 1 || t.rank > 5)
+    throw py::value_error("rank " + std::to_string(t.rank) + " is not 1..5");
+  if (strides.size() + 1 != dims.size() || box.size() != dims.size() ||
+      estrides.size() != dims.size())
+    throw py::value_error("dims, box and element_strides need rank entries, strides rank - 1");
+  t.dtype = dtype, t.address = address, t.interleave = interleave, t.swizzle = swizzle,
+  t.l2promo = l2promo, t.oob = oob;
+  for (size_t d = 0; d < dims.size(); ++d)
+    t.dims[d] = dims[d], t.box[d] = box[d], t.estride[d] = estrides[d],
+    t.strides[d] = d ? strides[d - 1] : t.elem_bytes();
   std::string why = validate(t);
   if (!why.empty()) throw py::value_error(why);
   uint8_t out[128];
@@ -171,7 +212,8 @@ py::bytes tensormap(uint32_t dtype, uint64_t address, const std::vector<uint64_t
 
 py::list table() {
   py::list out;
-  for (auto& f : isa_table()) out.append(py::make_tuple(f.pattern, f.handler, f.section, evidence_name(f.evidence), f.test));
+  for (auto& f : isa_table())
+    out.append(py::make_tuple(f.pattern, f.handler, f.section, evidence_name(f.evidence), f.test));
   return out;
 }
 

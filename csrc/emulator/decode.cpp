@@ -1,4 +1,5 @@
-// RawKernel -> Program: operands become pointers into pools, opcodes become functions; nothing is looked up at run time.
+// RawKernel -> Program: operands become pointers into pools, opcodes become functions; nothing is
+// looked up at run time.
 #include <cstring>
 #include <set>
 
@@ -42,11 +43,13 @@ class Compiler {
 };
 
 void Compiler::collect(const RawOp& o, std::vector<Symbol*>& out, std::set<Symbol*>& seen) {
-  if (o.kind == RawOp::Sym && o.sym->space == Space::Shared && seen.insert(o.sym).second) out.push_back(o.sym);
+  if (o.kind == RawOp::Sym && o.sym->space == Space::Shared && seen.insert(o.sym).second)
+    out.push_back(o.sym);
   for (auto& s : o.sub) collect(s, out, seen);
 }
 
-// Static variables first, in order of use, then the dynamic part that every unsized extern array names.
+// Static variables first, in order of use, then the dynamic part that every unsized extern array
+// names.
 void Compiler::layout_shared() {
   std::vector<Symbol*> used;
   std::set<Symbol*> seen;
@@ -57,9 +60,11 @@ void Compiler::layout_shared() {
     if (s->size == 0) continue;
     off = (off + s->align - 1) / s->align * s->align;
     shared_[s] = (uint32_t)off;
-    p_.static_map += s->name + " at " + std::to_string(off) + ", " + std::to_string(s->size) + " bytes\n";
+    p_.static_map +=
+        s->name + " at " + std::to_string(off) + ", " + std::to_string(s->size) + " bytes\n";
     off += s->size;
-    if (off > (1u << 20)) throw ParseError(raw_.line, "static shared memory of " + raw_.name + " exceeds 1 MiB");
+    if (off > (1u << 20))
+      throw ParseError(raw_.line, "static shared memory of " + raw_.name + " exceeds 1 MiB");
   }
   uint32_t align = 16;
   for (auto* s : used)
@@ -78,7 +83,8 @@ Operand Compiler::constant(uint64_t v) {
   if (!slot) {
     p_.consts.emplace_back();
     auto& c = p_.consts.back();
-    for (int i = 0; i < 32; ++i) c.u64[i] = v, c.u32[i] = (uint32_t)v, c.u16[i] = (uint16_t)v, c.u8[i] = (uint8_t)v;
+    for (int i = 0; i < 32; ++i)
+      c.u64[i] = v, c.u32[i] = (uint32_t)v, c.u16[i] = (uint16_t)v, c.u8[i] = (uint8_t)v;
     slot = &c;
   }
   o.c = slot;
@@ -86,20 +92,59 @@ Operand Compiler::constant(uint64_t v) {
 }
 
 Operand Compiler::special(const std::string& n, int line) {
-  static const std::unordered_map<std::string, int> kWidth = {
-      {"%tid.x", 4}, {"%tid.y", 4}, {"%tid.z", 4}, {"%ntid.x", 4}, {"%ntid.y", 4}, {"%ntid.z", 4}, {"%ctaid.x", 4}, {"%ctaid.y", 4}, {"%ctaid.z", 4},
-      {"%nctaid.x", 4}, {"%nctaid.y", 4}, {"%nctaid.z", 4}, {"%laneid", 4}, {"%warpid", 4}, {"%nwarpid", 4}, {"%lanemask_eq", 4}, {"%lanemask_le", 4},
-      {"%lanemask_lt", 4}, {"%lanemask_ge", 4}, {"%lanemask_gt", 4}, {"%cluster_ctaid.x", 4}, {"%cluster_ctaid.y", 4}, {"%cluster_ctaid.z", 4},
-      {"%cluster_nctaid.x", 4}, {"%cluster_nctaid.y", 4}, {"%cluster_nctaid.z", 4}, {"%cluster_ctarank", 4}, {"%cluster_nctarank", 4}, {"%clusterid.x", 4},
-      {"%clusterid.y", 4}, {"%clusterid.z", 4}, {"%nclusterid.x", 4}, {"%nclusterid.y", 4}, {"%nclusterid.z", 4}, {"%smid", 4}, {"%nsmid", 4}, {"%gridid", 8},
-      {"%dynamic_smem_size", 4}, {"%total_smem_size", 4}, {"%clock", 4}, {"%clock_hi", 4}, {"%clock64", 8}, {"%globaltimer", 8}, {"%globaltimer_lo", 4},
-      {"%globaltimer_hi", 4}, {"%is_explicit_cluster", 0}};
+  static const std::unordered_map<std::string, int> kWidth = {{"%tid.x", 4},
+                                                              {"%tid.y", 4},
+                                                              {"%tid.z", 4},
+                                                              {"%ntid.x", 4},
+                                                              {"%ntid.y", 4},
+                                                              {"%ntid.z", 4},
+                                                              {"%ctaid.x", 4},
+                                                              {"%ctaid.y", 4},
+                                                              {"%ctaid.z", 4},
+                                                              {"%nctaid.x", 4},
+                                                              {"%nctaid.y", 4},
+                                                              {"%nctaid.z", 4},
+                                                              {"%laneid", 4},
+                                                              {"%warpid", 4},
+                                                              {"%nwarpid", 4},
+                                                              {"%lanemask_eq", 4},
+                                                              {"%lanemask_le", 4},
+                                                              {"%lanemask_lt", 4},
+                                                              {"%lanemask_ge", 4},
+                                                              {"%lanemask_gt", 4},
+                                                              {"%cluster_ctaid.x", 4},
+                                                              {"%cluster_ctaid.y", 4},
+                                                              {"%cluster_ctaid.z", 4},
+                                                              {"%cluster_nctaid.x", 4},
+                                                              {"%cluster_nctaid.y", 4},
+                                                              {"%cluster_nctaid.z", 4},
+                                                              {"%cluster_ctarank", 4},
+                                                              {"%cluster_nctarank", 4},
+                                                              {"%clusterid.x", 4},
+                                                              {"%clusterid.y", 4},
+                                                              {"%clusterid.z", 4},
+                                                              {"%nclusterid.x", 4},
+                                                              {"%nclusterid.y", 4},
+                                                              {"%nclusterid.z", 4},
+                                                              {"%smid", 4},
+                                                              {"%nsmid", 4},
+                                                              {"%gridid", 8},
+                                                              {"%dynamic_smem_size", 4},
+                                                              {"%total_smem_size", 4},
+                                                              {"%clock", 4},
+                                                              {"%clock_hi", 4},
+                                                              {"%clock64", 8},
+                                                              {"%globaltimer", 8},
+                                                              {"%globaltimer_lo", 4},
+                                                              {"%globaltimer_hi", 4},
+                                                              {"%is_explicit_cluster", 0}};
   auto f = special_index_.find(n);
   if (f != special_index_.end()) return f->second;
   int width = 4;
   if (n[0] == '%') {
     auto it = kWidth.find(n);
-    if (it == kWidth.end()) throw ParseError(line, "undeclared register or unknown special register " + n);
+    if (it == kWidth.end())
+      throw ParseError(line, "undeclared register or unknown special register " + n);
     width = it->second;
   }
   Operand o;
@@ -143,17 +188,27 @@ Operand Compiler::operand(const RawOp& o, const RawInsn& in) {
       r.off = raw_.regs[o.reg].off;
       r.name = raw_.regs[o.reg].name.c_str();
       break;
-    case RawOp::Special: r = special(o.text, in.line); break;
-    case RawOp::Int: case RawOp::F32: case RawOp::F64: r = constant((uint64_t)o.imm); break;
+    case RawOp::Special:
+      r = special(o.text, in.line);
+      break;
+    case RawOp::Int:
+    case RawOp::F32:
+    case RawOp::F64:
+      r = constant((uint64_t)o.imm);
+      break;
     case RawOp::Decimal: {
       uint64_t v = 0;
       float f = (float)o.dec;
-      if (in.op.find(".f64") != std::string::npos) std::memcpy(&v, &o.dec, 8);
-      else std::memcpy(&v, &f, 4);
+      if (in.op.find(".f64") != std::string::npos)
+        std::memcpy(&v, &o.dec, 8);
+      else
+        std::memcpy(&v, &f, 4);
       r = constant(v);
       break;
     }
-    case RawOp::Sym: r = symbol(o); break;
+    case RawOp::Sym:
+      r = symbol(o);
+      break;
     case RawOp::Label:
       if (o.text == "WARP_SZ") {
         r = constant(32);
@@ -165,8 +220,12 @@ Operand Compiler::operand(const RawOp& o, const RawInsn& in) {
         if (!names_code) throw ParseError(in.line, in.op + ": undeclared name " + o.text);
       }
       break;
-    case RawOp::Vec: subs(Operand::Vec); break;
-    case RawOp::Pair: subs(Operand::Pair); break;
+    case RawOp::Vec:
+      subs(Operand::Vec);
+      break;
+    case RawOp::Pair:
+      subs(Operand::Pair);
+      break;
     case RawOp::Mem:
       subs(Operand::Mem);
       r.imm = o.imm;
@@ -174,7 +233,9 @@ Operand Compiler::operand(const RawOp& o, const RawInsn& in) {
       r.space = r.sub[0].space;
       r.has_space = r.sub[0].has_space;
       break;
-    case RawOp::Sink: r.kind = Operand::Sink; break;
+    case RawOp::Sink:
+      r.kind = Operand::Sink;
+      break;
   }
   r.neg = o.neg;
   return r;
@@ -201,11 +262,14 @@ void Compiler::run() {
     in.line = ri.line;
     in.form = (uint16_t)f->second;
     in.text = ri.op.c_str();
-    if (ri.guard >= 0) in.guarded = true, in.guard_neg = ri.guard_neg, in.guard_off = raw_.regs[ri.guard].off;
+    if (ri.guard >= 0)
+      in.guarded = true, in.guard_neg = ri.guard_neg, in.guard_off = raw_.regs[ri.guard].off;
     std::vector<Operand> ops;
     for (auto& o : ri.ops) {
       ops.push_back(operand(o, ri));
-      if (o.kind == RawOp::Special && (o.text.rfind("%clock", 0) == 0 || o.text.rfind("%globaltimer", 0) == 0)) in.flags |= kReadsClock;
+      if (o.kind == RawOp::Special &&
+          (o.text.rfind("%clock", 0) == 0 || o.text.rfind("%globaltimer", 0) == 0))
+        in.flags |= kReadsClock;
     }
     if (ops.size() > 255) throw ParseError(ri.line, "too many operands");
     Decode d{{}, in, ops};

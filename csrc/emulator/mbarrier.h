@@ -24,7 +24,8 @@ struct Mbar {
     return m;
   }
   uint64_t word() const {
-    return (uint64_t)phase << 63 | (uint64_t)valid << 62 | ((uint64_t)(uint32_t)tx & 0x1FFFFF) << 40 | (uint64_t)expected << 20 | pending;
+    return (uint64_t)phase << 63 | (uint64_t)valid << 62 |
+           ((uint64_t)(uint32_t)tx & 0x1FFFFF) << 40 | (uint64_t)expected << 20 | pending;
   }
   void store(uint8_t* p) const {
     uint64_t v = word();
@@ -37,8 +38,8 @@ struct MbarChange {
   int64_t expect_tx = 0, complete_tx = 0;
 };
 
-// Applies one change to the barrier at `ref`; flips the phase when both counts are done. Throws Fault on misuse.
-// Returns the barrier's word before the change (the state token).
+// Applies one change to the barrier at `ref`; flips the phase when both counts are done. Throws
+// Fault on misuse. Returns the barrier's word before the change (the state token).
 uint64_t mbar_apply(Cluster& cl, const Ref& ref, const MbarChange& c);
 
 }  // namespace flash_attn_mx::emu

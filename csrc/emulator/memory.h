@@ -1,4 +1,5 @@
-// Address spaces: bounds, alignment, written-byte and proxy tracking. Every access of every path comes through here.
+// Address spaces: bounds, alignment, written-byte and proxy tracking. Every access of every path
+// comes through here.
 #pragma once
 
 #include "isa.h"
@@ -17,8 +18,10 @@ enum class Access : uint8_t { Read, Write, Atomic };
 std::string hex(uint64_t v);
 Space space_of(const Decode& d);  // from the opcode's modifiers; Generic when there is none
 
-// One lane's access of `bytes` at `addr`. Throws Fault for out-of-bounds, misaligned or never-written.
-Ref resolve(Exec& x, Space space, uint64_t addr, uint32_t bytes, Access a, int lane, uint32_t align = 0);
+// One lane's access of `bytes` at `addr`. Throws Fault for out-of-bounds, misaligned or
+// never-written.
+Ref resolve(Exec& x, Space space, uint64_t addr, uint32_t bytes, Access a, int lane,
+            uint32_t align = 0);
 
 // Global memory for async agents (no warp context).
 uint8_t* global_at(Machine& m, uint64_t addr, uint64_t bytes, bool write);
@@ -31,12 +34,14 @@ Ref shared_ref(Cluster& cl, uint32_t addr, uint32_t bytes, const char* what);
 void mark_written(Cta& c, uint32_t off, uint32_t bytes);
 void check_written(const Cta& c, uint32_t off, uint32_t bytes, const char* what);
 
-// Proxy rules. note_generic_write: st/atom; async_write: TMA data; check_async_read: what TMA store, MMA and cp read.
+// Proxy rules. note_generic_write: st/atom; async_write: TMA data; check_async_read: what TMA
+// store, MMA and cp read.
 void note_generic_write(Exec& x, Cta& c, uint32_t off, uint32_t bytes, int lane);
 void async_write(Cta& c, uint32_t off, uint32_t bytes);
 void check_async_read(Cta& c, uint32_t off, uint32_t bytes, const char* what);
 // Faults if an async operation that nobody waited for still reads these bytes.
-void check_no_pending_read(Cluster& cl, const Cta& c, uint32_t off, uint32_t bytes, const char* what);
+void check_no_pending_read(Cluster& cl, const Cta& c, uint32_t off, uint32_t bytes,
+                           const char* what);
 
 // Base addresses of a Mem operand: 32 lanes, displacement added.
 void addresses(const Exec& x, const Operand& mem, uint64_t* out);

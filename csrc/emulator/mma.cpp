@@ -1,4 +1,5 @@
-// The MMA itself. Numerics: blackwell-isa §1.6 (25 fraction bits below the largest exponent, truncated, one sum), or fp64.
+// The MMA itself. Numerics: blackwell-isa §1.6 (25 fraction bits below the largest exponent,
+// truncated, one sum), or fp64.
 #include "mma.h"
 
 #include <immintrin.h>
@@ -23,21 +24,26 @@ uint32_t SmemDesc::mn_major(uint32_t b, uint32_t k) const {
 }
 
 SmemDesc decode_smem_desc(uint64_t d, const char* which) {
-  auto bad = [&](const std::string& w) { throw Fault("descriptor", std::string(which) + " descriptor " + hex(d) + ": " + w); };
+  auto bad = [&](const std::string& w) {
+    throw Fault("descriptor", std::string(which) + " descriptor " + hex(d) + ": " + w);
+  };
   SmemDesc s;
   s.start = (uint32_t)(d & 0x3FFF) << 4;
   s.lbo = (uint32_t)(d >> 16 & 0x3FFF) << 4;
   s.sbo = (uint32_t)(d >> 32 & 0x3FFF) << 4;
   s.layout = (uint32_t)(d >> 61);
   if ((d >> 46 & 7) != 1) bad("bits 46-48 must be 0b001");
-  if (s.layout == 3 || s.layout == 5 || s.layout == 7) bad("layout " + std::to_string(s.layout) + " does not exist");
+  if (s.layout == 3 || s.layout == 5 || s.layout == 7)
+    bad("layout " + std::to_string(s.layout) + " does not exist");
   if (d >> 52 & 0x1FF) bad("bits 52-60 must be zero on sm_100");
   if (d >> 49 & 7) bad("a matrix base offset is not supported by this emulator");
   return s;
 }
 
 void decode_idesc(uint32_t v, MmaOp* op) {
-  auto bad = [&](const std::string& w) { throw Fault("idesc", "instruction descriptor " + hex(v) + ": " + w); };
+  auto bad = [&](const std::string& w) {
+    throw Fault("idesc", "instruction descriptor " + hex(v) + ": " + w);
+  };
   const bool mx = op->kind == Kind::MXF8;
   op->a_type = v >> 7 & 7, op->b_type = v >> 10 & 7;
   op->a_neg = v >> 13 & 1, op->b_neg = v >> 14 & 1;
@@ -56,12 +62,17 @@ void decode_idesc(uint32_t v, MmaOp* op) {
     if (v >> 30) bad("maximum shift is for .ws only");
     if (op->d_type > 1) bad("D type must be f16 or f32");
   }
-  if (op->kind == Kind::F16 && (op->a_type > 1 || op->b_type > 1)) bad("A and B types must be f16 or bf16");
-  if (op->kind == Kind::F16 && op->d_type == 0 && (op->a_type || op->b_type)) bad("an f16 D needs f16 A and B");
-  if (op->kind == Kind::TF32 && (op->a_type != 2 || op->b_type != 2)) bad("A and B types must be tf32");
+  if (op->kind == Kind::F16 && (op->a_type > 1 || op->b_type > 1))
+    bad("A and B types must be f16 or bf16");
+  if (op->kind == Kind::F16 && op->d_type == 0 && (op->a_type || op->b_type))
+    bad("an f16 D needs f16 A and B");
+  if (op->kind == Kind::TF32 && (op->a_type != 2 || op->b_type != 2))
+    bad("A and B types must be tf32");
   if (op->kind == Kind::F8 || mx) {
     for (uint32_t t : {op->a_type, op->b_type})
-      if (t > 1) bad(t == 3 || t == 4 || t == 5 ? "4- and 6-bit types are not supported by this emulator" : "unknown type " + std::to_string(t));
+      if (t > 1)
+        bad(t == 3 || t == 4 || t == 5 ? "4- and 6-bit types are not supported by this emulator"
+                                       : "unknown type " + std::to_string(t));
   }
   op->k = 32 / op->elem_bytes();
   const uint32_t m = op->m, n = op->n;
@@ -69,12 +80,15 @@ void decode_idesc(uint32_t v, MmaOp* op) {
   if (!m_ok) bad("M = " + std::to_string(m) + " is not legal here");
   uint32_t step = op->ctas == 1 ? 8 : 16;
   if (op->elem_bytes() == 1 && op->b_mn) step = op->ctas == 1 ? 16 : 32;
-  if (n < step || n > 256 || n % step) bad("N = " + std::to_string(n) + " is not legal here (multiple of " + std::to_string(step) + " up to 256)");
+  if (n < step || n > 256 || n % step)
+    bad("N = " + std::to_string(n) + " is not legal here (multiple of " + std::to_string(step) +
+        " up to 256)");
 }
 
 namespace {
 
-void matrix_chunks(const SmemDesc& s, bool mn_major, uint32_t rows, const MmaOp& op, const std::function<void(uint32_t)>& f) {
+void matrix_chunks(const SmemDesc& s, bool mn_major, uint32_t rows, const MmaOp& op,
+                   const std::function<void(uint32_t)>& f) {
   if (mn_major) {
     for (uint32_t k = 0; k < op.k; ++k)
       for (uint32_t b = 0; b < rows * op.elem_bytes(); b += 16) f(s.mn_major(b, k));
@@ -89,7 +103,8 @@ struct Parts {
   int32_t exp;
 };
 
-// Significand and exponent as the bit model wants them: subnormals keep the smallest exponent, zero has -126.
+// Significand and exponent as the bit model wants them: subnormals keep the smallest exponent, zero
+// has -126.
 Parts split(double v, int min_exp) {
   if (v == 0 || v != v || std::isinf(v)) return {(float)v, v == 0 ? -126 : 0};
   int e;
@@ -125,7 +140,8 @@ struct Tile {
   std::vector<int32_t> exp;
   std::vector<uint8_t> special;  // per row: holds an infinity or NaN
   uint32_t row_stride, k_stride;
-  Tile(uint32_t rows, uint32_t rs, uint32_t ks) : sig(rows * 32), exp(rows * 32), special(rows), row_stride(rs), k_stride(ks) {}
+  Tile(uint32_t rows, uint32_t rs, uint32_t ks)
+      : sig(rows * 32), exp(rows * 32), special(rows), row_stride(rs), k_stride(ks) {}
   void set(uint32_t row, uint32_t k, Parts p, bool neg) {
     uint32_t i = row * row_stride + k * k_stride;
     if (!(std::fabs(p.sig) < 8)) special[row] = 1;
@@ -146,24 +162,28 @@ Parts element(const MmaOp& op, const uint8_t* p, uint32_t type) {
       std::memcpy(&u, p, 4);
       return split(as_float(u & 0xFFFFE000u), -126);
     }
-    default: return lut8(type)[*p];
+    default:
+      return lut8(type)[*p];
   }
 }
 
-void decode_smem(const MmaOp& op, const Cta& c, const SmemDesc& s, bool mn, uint32_t type, bool neg, uint32_t rows, uint32_t row0, Tile* t) {
+void decode_smem(const MmaOp& op, const Cta& c, const SmemDesc& s, bool mn, uint32_t type, bool neg,
+                 uint32_t rows, uint32_t row0, Tile* t) {
   const uint32_t es = op.elem_bytes(), per = 16 / es;
   const uint8_t* mem = c.smem.data();
   if (mn) {
     for (uint32_t k = 0; k < op.k; ++k)
       for (uint32_t b = 0; b < rows * es; b += 16) {
         const uint8_t* p = mem + s.mn_major(b, k);
-        for (uint32_t i = 0; i < per && b / es + i < rows; ++i) t->set(row0 + b / es + i, k, element(op, p + i * es, type), neg);
+        for (uint32_t i = 0; i < per && b / es + i < rows; ++i)
+          t->set(row0 + b / es + i, k, element(op, p + i * es, type), neg);
       }
   } else {
     for (uint32_t r = 0; r < rows; ++r)
       for (uint32_t cb = 0; cb < 32; cb += 16) {
         const uint8_t* p = mem + s.k_major(r, cb);
-        for (uint32_t i = 0; i < per; ++i) t->set(row0 + r, cb / es + i, element(op, p + i * es, type), neg);
+        for (uint32_t i = 0; i < per; ++i)
+          t->set(row0 + r, cb / es + i, element(op, p + i * es, type), neg);
       }
   }
 }
@@ -179,15 +199,19 @@ void decode_tmem_a(const MmaOp& op, Cta& c, uint32_t rows, Tile* t) {
   for (uint32_t w = 0; w < 8; ++w) {
     const uint32_t* p = c.tmem.col(col + w);
     for (uint32_t m = 0; m < rows; ++m) {
-      uint32_t lane = op.ctas == 1 && op.m == 64 ? (m / 16) * 32 + m % 16 + (op.a_addr >> 16 & 16) : m;
+      uint32_t lane =
+          op.ctas == 1 && op.m == 64 ? (m / 16) * 32 + m % 16 + (op.a_addr >> 16 & 16) : m;
       const uint8_t* b = reinterpret_cast<const uint8_t*>(p + lane);
-      for (uint32_t i = 0; i < 4 / es; ++i) t->set(m, w * 4 / es + i, element(op, b + i * es, op.a_type), op.a_neg);
+      for (uint32_t i = 0; i < 4 / es; ++i)
+        t->set(m, w * 4 / es + i, element(op, b + i * es, op.a_type), op.a_neg);
     }
   }
 }
 
-// Byte `id` of the scale word for row i. `part`: which of the four 32-lane copies is read; the others must agree.
-uint8_t scale_byte(Cta& c, uint32_t addr, uint32_t i, uint32_t part, uint32_t id, bool check, const char* which) {
+// Byte `id` of the scale word for row i. `part`: which of the four 32-lane copies is read; the
+// others must agree.
+uint8_t scale_byte(Cta& c, uint32_t addr, uint32_t i, uint32_t part, uint32_t id, bool check,
+                   const char* which) {
   uint32_t col = (addr & 511) + i / 32;
   const uint32_t* p = c.tmem.col(col & 511);
   uint8_t v = (uint8_t)(p[i % 32 + 32 * part] >> (8 * id));
@@ -195,8 +219,11 @@ uint8_t scale_byte(Cta& c, uint32_t addr, uint32_t i, uint32_t part, uint32_t id
     for (uint32_t r = 0; r < 4; ++r) {
       uint8_t o = (uint8_t)(p[i % 32 + 32 * r] >> (8 * id));
       if (o != v)
-        throw Fault("replicas", std::string(which) + " scale of row " + std::to_string(i) + " (column " + std::to_string(col) + ", byte " + std::to_string(id) + ") differs between lane partitions: " + std::to_string(v) + " in " +
-                                   std::to_string(part) + ", " + std::to_string(o) + " in " + std::to_string(r));
+        throw Fault("replicas", std::string(which) + " scale of row " + std::to_string(i) +
+                                    " (column " + std::to_string(col) + ", byte " +
+                                    std::to_string(id) + ") differs between lane partitions: " +
+                                    std::to_string(v) + " in " + std::to_string(part) + ", " +
+                                    std::to_string(o) + " in " + std::to_string(r));
     }
   }
   return v;
@@ -204,11 +231,13 @@ uint8_t scale_byte(Cta& c, uint32_t addr, uint32_t i, uint32_t part, uint32_t id
 
 void apply_scale(Tile* t, uint32_t row, uint32_t k_count, uint8_t s) {
   if (s == 0xFF) t->special[row] = 1, t->sig[row * t->row_stride] = NAN;
-  for (uint32_t k = 0; k < k_count; ++k) t->exp[row * t->row_stride + k * t->k_stride] += (int)s - 127;
+  for (uint32_t k = 0; k < k_count; ++k)
+    t->exp[row * t->row_stride + k * t->k_stride] += (int)s - 127;
 }
 
 // One element without vectorising: special values, f16 D, the fp64 mode.
-double element_sum(const Tile& a, const Tile& b, uint32_t m, uint32_t n, uint32_t k_count, double c, bool fp64) {
+double element_sum(const Tile& a, const Tile& b, uint32_t m, uint32_t n, uint32_t k_count, double c,
+                   bool fp64) {
   bool special = a.special[m] || b.special[n] || !(std::fabs(c) <= 3.5e38);
   if (special || fp64) {
     double s = c;
@@ -220,7 +249,9 @@ double element_sum(const Tile& a, const Tile& b, uint32_t m, uint32_t n, uint32_
   }
   Parts pc = split(c, -126);
   int emax = pc.exp;
-  for (uint32_t k = 0; k < k_count; ++k) emax = std::max(emax, a.exp[m * a.row_stride + k * a.k_stride] + b.exp[n * b.row_stride + k * b.k_stride]);
+  for (uint32_t k = 0; k < k_count; ++k)
+    emax = std::max(
+        emax, a.exp[m * a.row_stride + k * a.k_stride] + b.exp[n * b.row_stride + k * b.k_stride]);
   double s = std::trunc(std::ldexp((double)pc.sig, pc.exp - emax + 25));
   for (uint32_t k = 0; k < k_count; ++k) {
     uint32_t i = m * a.row_stride + k * a.k_stride, j = n * b.row_stride + k * b.k_stride;
@@ -229,48 +260,74 @@ double element_sum(const Tile& a, const Tile& b, uint32_t m, uint32_t n, uint32_
   return std::ldexp(s, emax - 25);
 }
 
-inline __m256 pow2_ps(__m256i e) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_max_epi32(e, _mm256_set1_epi32(-100)), _mm256_set1_epi32(127)), 23)); }
-
-inline __m128 finish4(__m128i s0, __m128i s1, __m128i sc, __m128i emax) {
-  __m256d s = _mm256_add_pd(_mm256_add_pd(_mm256_cvtepi32_pd(s0), _mm256_cvtepi32_pd(s1)), _mm256_cvtepi32_pd(sc));
-  __m256i e = _mm256_slli_epi64(_mm256_add_epi64(_mm256_cvtepi32_epi64(emax), _mm256_set1_epi64x(1023 - 25)), 52);
-  __m256d r = _mm256_mul_pd(s, _mm256_castsi256_pd(e));
-  __m256d big = _mm256_cmp_pd(_mm256_andnot_pd(_mm256_set1_pd(-0.0), r), _mm256_set1_pd(0x1p128), _CMP_GE_OQ);
-  __m256d inf = _mm256_or_pd(_mm256_and_pd(r, _mm256_set1_pd(-0.0)), _mm256_set1_pd(INFINITY));
-  return _mm256_cvtpd_ps(_mm256_blendv_pd(r, inf, big));  // rounds toward zero: the caller set the mode
+inline __m256 pow2_ps(__m256i e) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(
+      _mm256_add_epi32(_mm256_max_epi32(e, _mm256_set1_epi32(-100)), _mm256_set1_epi32(127)), 23));
 }
 
-// Eight rows of one column. Products of significands are exact in f32; 16 of them fit an int32 at 25 fraction bits.
+inline __m128 finish4(__m128i s0, __m128i s1, __m128i sc, __m128i emax) {
+  __m256d s = _mm256_add_pd(_mm256_add_pd(_mm256_cvtepi32_pd(s0), _mm256_cvtepi32_pd(s1)),
+                            _mm256_cvtepi32_pd(sc));
+  __m256i e = _mm256_slli_epi64(
+      _mm256_add_epi64(_mm256_cvtepi32_epi64(emax), _mm256_set1_epi64x(1023 - 25)), 52);
+  __m256d r = _mm256_mul_pd(s, _mm256_castsi256_pd(e));
+  __m256d big =
+      _mm256_cmp_pd(_mm256_andnot_pd(_mm256_set1_pd(-0.0), r), _mm256_set1_pd(0x1p128), _CMP_GE_OQ);
+  __m256d inf = _mm256_or_pd(_mm256_and_pd(r, _mm256_set1_pd(-0.0)), _mm256_set1_pd(INFINITY));
+  return _mm256_cvtpd_ps(
+      _mm256_blendv_pd(r, inf, big));  // rounds toward zero: the caller set the mode
+}
+
+// Eight rows of one column. Products of significands are exact in f32; 16 of them fit an int32 at
+// 25 fraction bits.
 template <int K>
-__attribute__((noinline)) void rows8(const float* sa, const int32_t* ea, uint32_t ld, const float* sb, const int32_t* eb, float* d, bool acc) {
+__attribute__((noinline)) void rows8(const float* sa, const int32_t* ea, uint32_t ld,
+                                     const float* sb, const int32_t* eb, float* d, bool acc) {
   __m256 c = acc ? _mm256_loadu_ps(d) : _mm256_setzero_ps();
   __m256i cb = _mm256_castps_si256(c);
   __m256i ce = _mm256_and_si256(_mm256_srli_epi32(cb, 23), _mm256_set1_epi32(255));
-  // subnormal and zero C keep exponent -126; scaling by 2^126 or 2^-e makes the significand either way
-  __m256i e_c = _mm256_sub_epi32(_mm256_max_epi32(ce, _mm256_set1_epi32(1)), _mm256_set1_epi32(127));
+  // subnormal and zero C keep exponent -126; scaling by 2^126 or 2^-e makes the significand either
+  // way
+  __m256i e_c =
+      _mm256_sub_epi32(_mm256_max_epi32(ce, _mm256_set1_epi32(1)), _mm256_set1_epi32(127));
   __m256i emax = e_c;
-  for (int k = 0; k < K; ++k) emax = _mm256_max_epi32(emax, _mm256_add_epi32(_mm256_loadu_si256((const __m256i*)(ea + k * ld)), _mm256_set1_epi32(eb[k])));
+  for (int k = 0; k < K; ++k)
+    emax =
+        _mm256_max_epi32(emax, _mm256_add_epi32(_mm256_loadu_si256((const __m256i*)(ea + k * ld)),
+                                                _mm256_set1_epi32(eb[k])));
   const __m256i base = _mm256_sub_epi32(_mm256_set1_epi32(25), emax);
   __m256i sum[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
   for (int k = 0; k < K; ++k) {
-    __m256i e = _mm256_add_epi32(_mm256_add_epi32(_mm256_loadu_si256((const __m256i*)(ea + k * ld)), _mm256_set1_epi32(eb[k])), base);
-    __m256 p = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(sa + k * ld), _mm256_set1_ps(sb[k])), pow2_ps(e));
+    __m256i e = _mm256_add_epi32(_mm256_add_epi32(_mm256_loadu_si256((const __m256i*)(ea + k * ld)),
+                                                  _mm256_set1_epi32(eb[k])),
+                                 base);
+    __m256 p = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(sa + k * ld), _mm256_set1_ps(sb[k])),
+                             pow2_ps(e));
     sum[k / 16] = _mm256_add_epi32(sum[k / 16], _mm256_cvttps_epi32(p));
   }
   // significand of C: exponent field replaced by 0 (normal); subnormal: mantissa * 2^-23
-  __m256i mant = _mm256_and_si256(cb, _mm256_set1_epi32(0x7FFFFF)), normal = _mm256_cmpgt_epi32(ce, _mm256_setzero_si256());
-  __m256 sig = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_or_si256(mant, _mm256_and_si256(normal, _mm256_set1_epi32(0x800000)))), _mm256_set1_ps(0x1p-23f));
+  __m256i mant = _mm256_and_si256(cb, _mm256_set1_epi32(0x7FFFFF)),
+          normal = _mm256_cmpgt_epi32(ce, _mm256_setzero_si256());
+  __m256 sig = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_or_si256(
+                                 mant, _mm256_and_si256(normal, _mm256_set1_epi32(0x800000)))),
+                             _mm256_set1_ps(0x1p-23f));
   sig = _mm256_or_ps(sig, _mm256_and_ps(c, _mm256_set1_ps(-0.0f)));
   __m256i tc = _mm256_cvttps_epi32(_mm256_mul_ps(sig, pow2_ps(_mm256_add_epi32(e_c, base))));
-  __m128 lo = finish4(_mm256_castsi256_si128(sum[0]), _mm256_castsi256_si128(sum[1]), _mm256_castsi256_si128(tc), _mm256_castsi256_si128(emax));
-  __m128 hi = finish4(_mm256_extracti128_si256(sum[0], 1), _mm256_extracti128_si256(sum[1], 1), _mm256_extracti128_si256(tc, 1), _mm256_extracti128_si256(emax, 1));
+  __m128 lo = finish4(_mm256_castsi256_si128(sum[0]), _mm256_castsi256_si128(sum[1]),
+                      _mm256_castsi256_si128(tc), _mm256_castsi256_si128(emax));
+  __m128 hi = finish4(_mm256_extracti128_si256(sum[0], 1), _mm256_extracti128_si256(sum[1], 1),
+                      _mm256_extracti128_si256(tc, 1), _mm256_extracti128_si256(emax, 1));
   _mm256_storeu_ps(d, _mm256_set_m128(hi, lo));
 }
 
-void rows8_k(uint32_t k, const float* sa, const int32_t* ea, uint32_t ld, const float* sb, const int32_t* eb, float* d, bool acc) {
-  if (k == 16) rows8<16>(sa, ea, ld, sb, eb, d, acc);
-  else if (k == 32) rows8<32>(sa, ea, ld, sb, eb, d, acc);
-  else rows8<8>(sa, ea, ld, sb, eb, d, acc);
+void rows8_k(uint32_t k, const float* sa, const int32_t* ea, uint32_t ld, const float* sb,
+             const int32_t* eb, float* d, bool acc) {
+  if (k == 16)
+    rows8<16>(sa, ea, ld, sb, eb, d, acc);
+  else if (k == 32)
+    rows8<32>(sa, ea, ld, sb, eb, d, acc);
+  else
+    rows8<8>(sa, ea, ld, sb, eb, d, acc);
 }
 
 struct Place {
@@ -282,24 +339,33 @@ Place place(const MmaOp& op, uint32_t m, uint32_t n) {
   return {col + n, d_lane(op, m)};
 }
 
-bool disabled(const MmaOp& op, uint32_t cta, uint32_t lane) { return op.any_disabled && (op.disable[cta * 4 + lane / 32] >> (lane % 32) & 1); }
+bool disabled(const MmaOp& op, uint32_t cta, uint32_t lane) {
+  return op.any_disabled && (op.disable[cta * 4 + lane / 32] >> (lane % 32) & 1);
+}
 
-void scalar_rows(const MmaOp& op, uint32_t which, Cta& c, const Tile& a, const Tile& b, uint32_t m0, uint32_t rows, uint32_t n, const Options& opt) {
+void scalar_rows(const MmaOp& op, uint32_t which, Cta& c, const Tile& a, const Tile& b, uint32_t m0,
+                 uint32_t rows, uint32_t n, const Options& opt) {
   for (uint32_t m = m0; m < m0 + rows; ++m) {
     Place p = place(op, m, n);
     if (disabled(op, which, p.lane)) continue;
     uint32_t& w = c.tmem.col(p.col)[p.lane];
-    double cv = !op.accumulate ? 0 : op.d_type == 1 ? (double)as_float(w) : decode((uint16_t)w, kF16);
+    double cv = !op.accumulate   ? 0
+                : op.d_type == 1 ? (double)as_float(w)
+                                 : decode((uint16_t)w, kF16);
     if (op.scale_shift) cv = std::ldexp(cv, -(int)op.scale_shift);
     bool fp64 = opt.mma == MmaMode::Fp64;
     double s = element_sum(a, b, m, n, op.k, cv, fp64);
-    if (op.d_type == 0) w = encode(s, kF16, Round::RN, false);
-    else w = s != s ? kNan32 : as_bits(fp64 ? (float)s : truncate_f32(s));
+    if (op.d_type == 0)
+      w = encode(s, kF16, Round::RN, false);
+    else
+      w = s != s ? kNan32 : as_bits(fp64 ? (float)s : truncate_f32(s));
   }
 }
 
-void multiply(const MmaOp& op, uint32_t which, Cta& c, const Tile& a, const Tile& b, uint32_t rows, const Options& opt) {
-  const bool fast = opt.mma == MmaMode::Model && op.d_type == 1 && !op.scale_shift && !op.any_disabled;
+void multiply(const MmaOp& op, uint32_t which, Cta& c, const Tile& a, const Tile& b, uint32_t rows,
+              const Options& opt) {
+  const bool fast =
+      opt.mma == MmaMode::Model && op.d_type == 1 && !op.scale_shift && !op.any_disabled;
   for (uint32_t n = 0; n < op.n; ++n) {
     const float* sb = &b.sig[n * b.row_stride];
     const int32_t* eb = &b.exp[n * b.row_stride];
@@ -309,11 +375,14 @@ void multiply(const MmaOp& op, uint32_t which, Cta& c, const Tile& a, const Tile
       bool ok = fast && !b.special[n];
       for (int i = 0; i < 8 && ok; ++i) ok = !a.special[m + i];
       if (ok && op.accumulate) {
-        __m256i e = _mm256_and_si256(_mm256_loadu_si256((const __m256i*)d), _mm256_set1_epi32(0x7F800000));
+        __m256i e =
+            _mm256_and_si256(_mm256_loadu_si256((const __m256i*)d), _mm256_set1_epi32(0x7F800000));
         ok = !_mm256_movemask_epi8(_mm256_cmpeq_epi32(e, _mm256_set1_epi32(0x7F800000)));
       }
-      if (ok) rows8_k(op.k, &a.sig[m], &a.exp[m], a.k_stride, sb, eb, d, op.accumulate);
-      else scalar_rows(op, which, c, a, b, m, 8, n, opt);
+      if (ok)
+        rows8_k(op.k, &a.sig[m], &a.exp[m], a.k_stride, sb, eb, d, op.accumulate);
+      else
+        scalar_rows(op, which, c, a, b, m, 8, n, opt);
     }
   }
 }
@@ -331,10 +400,13 @@ void mark_d(const MmaOp& op, Cta& c, uint32_t rows) {
 }
 
 void apply_scales(const MmaOp& op, Cta& c, Tile* a, Tile* b, uint32_t rows, bool check) {
-  for (uint32_t m = 0; m < rows; ++m) apply_scale(a, m, op.k, scale_byte(c, op.sfa, m, m / 32, op.sfa_id, check, "SFA"));
+  for (uint32_t m = 0; m < rows; ++m)
+    apply_scale(a, m, op.k, scale_byte(c, op.sfa, m, m / 32, op.sfa_id, check, "SFA"));
   const bool split = op.ctas == 2 && op.m == 128;
   for (uint32_t n = 0; n < op.n; ++n) {
-    uint8_t s = split ? scale_byte(c, op.sfb, n % (op.n / 2), n >= op.n / 2 ? 2 : 0, op.sfb_id, false, "SFB") : scale_byte(c, op.sfb, n, 0, op.sfb_id, check, "SFB");
+    uint8_t s = split ? scale_byte(c, op.sfb, n % (op.n / 2), n >= op.n / 2 ? 2 : 0, op.sfb_id,
+                                   false, "SFB")
+                      : scale_byte(c, op.sfb, n, 0, op.sfb_id, check, "SFB");
     apply_scale(b, n, op.k, s);
   }
 }
@@ -350,15 +422,19 @@ void for_smem_chunks(const MmaOp& op, uint32_t which, const std::function<void(u
 void run_mma(const MmaOp& op, Cta* const* cta, const Options& opt) {
   const uint32_t rows = op.m / op.ctas, cols = op.n / op.ctas;
   Tile b(op.n, 32, 1);
-  for (uint32_t c = 0; c < op.ctas; ++c) decode_smem(op, *cta[c], op.b, op.b_mn, op.b_type, op.b_neg, cols, c * cols, &b);
+  for (uint32_t c = 0; c < op.ctas; ++c)
+    decode_smem(op, *cta[c], op.b, op.b_mn, op.b_type, op.b_neg, cols, c * cols, &b);
   const unsigned old = _mm_getcsr();
   for (uint32_t c = 0; c < op.ctas; ++c) {
     Tile a(rows, 1, rows);
-    if (op.a_tmem) decode_tmem_a(op, *cta[c], rows, &a);
-    else decode_smem(op, *cta[c], op.a, op.a_mn, op.a_type, op.a_neg, rows, 0, &a);
+    if (op.a_tmem)
+      decode_tmem_a(op, *cta[c], rows, &a);
+    else
+      decode_smem(op, *cta[c], op.a, op.a_mn, op.a_type, op.a_neg, rows, 0, &a);
     Tile bs = b;
     if (op.kind == Kind::MXF8) apply_scales(op, *cta[c], &a, &bs, rows, opt.checks.replicas);
-    if (opt.mma == MmaMode::Model) _mm_setcsr(old | 0x6000);  // round toward zero: rows8 ends in one conversion to f32
+    if (opt.mma == MmaMode::Model)
+      _mm_setcsr(old | 0x6000);  // round toward zero: rows8 ends in one conversion to f32
     multiply(op, c, *cta[c], a, bs, rows, opt);
     _mm_setcsr(old);
     mark_d(op, *cta[c], rows);

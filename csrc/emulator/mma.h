@@ -1,4 +1,5 @@
-// tcgen05.mma and tcgen05.cp operands: descriptors decoded from their bits, tiles decoded once, one fused sum per element.
+// tcgen05.mma and tcgen05.cp operands: descriptors decoded from their bits, tiles decoded once, one
+// fused sum per element.
 #pragma once
 
 #include "scheduler.h"
@@ -8,7 +9,8 @@ namespace flash_attn_mx::emu {
 struct SmemDesc {
   uint32_t start = 0, lbo = 0, sbo = 0, layout = 0;
   uint32_t span() const { return layout == 0 ? 16 : layout == 6 ? 32 : layout == 4 ? 64 : 128; }
-  // Address in the CTA's shared memory of the 16-byte chunk at row r, byte c (K-major) or k, mn byte b (MN-major).
+  // Address in the CTA's shared memory of the 16-byte chunk at row r, byte c (K-major) or k, mn
+  // byte b (MN-major).
   uint32_t k_major(uint32_t r, uint32_t c) const;
   uint32_t mn_major(uint32_t b, uint32_t k) const;
 };

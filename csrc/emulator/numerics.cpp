@@ -27,16 +27,28 @@ uint32_t encode(double v, const FloatFormat& f, Round r, bool satfinite) {
   double n = std::ldexp(a, -q), fl = std::floor(n), frac = n - fl;
   bool up = false;
   switch (r) {
-    case Round::RN: up = frac > 0.5 || (frac == 0.5 && std::fmod(fl, 2) == 1); break;
-    case Round::RNA: up = frac >= 0.5; break;
-    case Round::RZ: break;
-    case Round::RM: up = neg && frac > 0; break;
-    case Round::RP: up = !neg && frac > 0; break;
+    case Round::RN:
+      up = frac > 0.5 || (frac == 0.5 && std::fmod(fl, 2) == 1);
+      break;
+    case Round::RNA:
+      up = frac >= 0.5;
+      break;
+    case Round::RZ:
+      break;
+    case Round::RM:
+      up = neg && frac > 0;
+      break;
+    case Round::RP:
+      up = !neg && frac > 0;
+      break;
   }
-  uint64_t m = (uint64_t)fl + up;  // significand with its hidden bit; a carry into the exponent just works below
+  uint64_t m = (uint64_t)fl +
+               up;  // significand with its hidden bit; a carry into the exponent just works below
   uint64_t code = e - 1 < emin ? m : m + ((uint64_t)(e - 1 + f.bias - 1) << f.mbits);
   if (code > f.max) {
-    if (!satfinite && f.inf && (r == Round::RZ || (r == Round::RM && !neg) || (r == Round::RP && neg))) over = f.max;
+    if (!satfinite && f.inf &&
+        (r == Round::RZ || (r == Round::RM && !neg) || (r == Round::RP && neg)))
+      over = f.max;
     return sign | over;
   }
   return sign | (uint32_t)code;
@@ -51,7 +63,8 @@ double decode(uint32_t bits, const FloatFormat& f) {
   } else {
     int e = (int)(mag >> f.mbits);
     uint32_t m = mag & ((1u << f.mbits) - 1);
-    v = e ? std::ldexp((double)(m | 1u << f.mbits), e - f.bias - f.mbits) : std::ldexp((double)m, 1 - f.bias - f.mbits);
+    v = e ? std::ldexp((double)(m | 1u << f.mbits), e - f.bias - f.mbits)
+          : std::ldexp((double)m, 1 - f.bias - f.mbits);
   }
   return neg ? -v : v;
 }
@@ -77,7 +90,8 @@ double add_round_odd(double a, double b) {
   if (err == 0) return s;
   uint64_t u = as_bits(s);
   if (u & 1) return s;
-  // the exact sum lies between s and its neighbour on err's side; that neighbour has an odd last bit
+  // the exact sum lies between s and its neighbour on err's side; that neighbour has an odd last
+  // bit
   return (err > 0) == (s > 0) ? as_double(u + 1) : as_double(u - 1);
 }
 

@@ -40,7 +40,8 @@ struct FloatFormat {
 extern const FloatFormat kF16, kBF16, kF32, kTF32, kE4M3, kE5M2, kE2M3, kE3M2, kE2M1;
 
 // Rounds v once to the format. satfinite: magnitudes above max, and infinities, become max.
-// Without it overflow gives inf (or max where the rounding direction says so); NaN gives the format's NaN.
+// Without it overflow gives inf (or max where the rounding direction says so); NaN gives the
+// format's NaN.
 uint32_t encode(double v, const FloatFormat& f, Round r, bool satfinite);
 double decode(uint32_t bits, const FloatFormat& f);
 
@@ -58,7 +59,8 @@ inline uint16_t bf16_rn(float f) {
 uint8_t encode_ue8m0(double v, bool up, bool satfinite);
 inline double ue8m0_value(uint8_t x) { return x == 0xFF ? NAN : std::ldexp(1.0, (int)x - 127); }
 
-// a + b with the discarded part folded into the last bit, so that a second rounding to fewer bits is right.
+// a + b with the discarded part folded into the last bit, so that a second rounding to fewer bits
+// is right.
 double add_round_odd(double a, double b);
 
 // Truncates toward zero to f32 (overflow gives infinity).

@@ -6,39 +6,188 @@ namespace {
 
 template <class T>
 struct Wider;
-template <> struct Wider<uint16_t> { using type = uint32_t; };
-template <> struct Wider<int16_t> { using type = int32_t; };
-template <> struct Wider<uint32_t> { using type = uint64_t; };
-template <> struct Wider<int32_t> { using type = int64_t; };
-template <> struct Wider<uint64_t> { using type = unsigned __int128; };
-template <> struct Wider<int64_t> { using type = __int128; };
+template <>
+struct Wider<uint16_t> {
+  using type = uint32_t;
+};
+template <>
+struct Wider<int16_t> {
+  using type = int32_t;
+};
+template <>
+struct Wider<uint32_t> {
+  using type = uint64_t;
+};
+template <>
+struct Wider<int32_t> {
+  using type = int64_t;
+};
+template <>
+struct Wider<uint64_t> {
+  using type = unsigned __int128;
+};
+template <>
+struct Wider<int64_t> {
+  using type = __int128;
+};
 template <class T>
 using U = std::make_unsigned_t<T>;
 
-struct Add { template <class T> static T f(T a, T b) { return (T)((U<T>)a + (U<T>)b); } };
-struct AddSat { template <class T> static T f(T a, T b) { T r; return __builtin_add_overflow(a, b, &r) ? (a < 0 ? std::numeric_limits<T>::min() : std::numeric_limits<T>::max()) : r; } };
-struct SubSat { template <class T> static T f(T a, T b) { T r; return __builtin_sub_overflow(a, b, &r) ? (a < 0 ? std::numeric_limits<T>::min() : std::numeric_limits<T>::max()) : r; } };
-struct Sub { template <class T> static T f(T a, T b) { return (T)((U<T>)a - (U<T>)b); } };
-struct MulLo { template <class T> static T f(T a, T b) { return (T)((typename Wider<U<T>>::type)(U<T>)a * (U<T>)b); } };
-struct MulHi { template <class T> static T f(T a, T b) { return (T)(((typename Wider<T>::type)a * b) >> (8 * sizeof(T))); } };
-struct Mul24 { template <class T> static T f(T a, T b) { return (T)((int64_t)((T)((U<T>)a << 8) >> 8) * (int64_t)((T)((U<T>)b << 8) >> 8)); } };
-struct Div { template <class T> static T f(T a, T b) { return b == 0 ? (T)~(T)0 : (std::is_signed_v<T> && b == (T)-1) ? (T)(0 - (U<T>)a) : (T)(a / b); } };
-struct Rem { template <class T> static T f(T a, T b) { return b == 0 ? a : (std::is_signed_v<T> && b == (T)-1) ? (T)0 : (T)(a % b); } };
-struct Min { template <class T> static T f(T a, T b) { return a < b ? a : b; } };
-struct Max { template <class T> static T f(T a, T b) { return a > b ? a : b; } };
-struct MinRelu { template <class T> static T f(T a, T b) { T r = a < b ? a : b; return r < 0 ? (T)0 : r; } };
-struct MaxRelu { template <class T> static T f(T a, T b) { T r = a > b ? a : b; return r < 0 ? (T)0 : r; } };
-struct And { template <class T> static T f(T a, T b) { return a & b; } };
-struct Or { template <class T> static T f(T a, T b) { return a | b; } };
-struct Xor { template <class T> static T f(T a, T b) { return a ^ b; } };
-struct Abs { template <class T> static T f(T a) { return a < 0 ? (T)(0 - (U<T>)a) : a; } };
-struct Neg { template <class T> static T f(T a) { return (T)(0 - (U<T>)a); } };
-struct Not { template <class T> static T f(T a) { return (T)~a; } };
-struct CNot { template <class T> static T f(T a) { return a == 0; } };
-struct Brev { template <class T> static T f(T a) { U<T> r = 0; for (unsigned i = 0; i < 8 * sizeof(T); ++i) r |= (U<T>)((U<T>)a >> i & 1) << (8 * sizeof(T) - 1 - i); return (T)r; } };
-struct MadLo { template <class T> static T f(T a, T b, T c) { return Add::f(MulLo::f(a, b), c); } };
-struct MadHi { template <class T> static T f(T a, T b, T c) { return Add::f(MulHi::f(a, b), c); } };
-struct Sad { template <class T> static T f(T a, T b, T c) { return Add::f(c, a > b ? Sub::f(a, b) : Sub::f(b, a)); } };
+struct Add {
+  template <class T>
+  static T f(T a, T b) {
+    return (T)((U<T>)a + (U<T>)b);
+  }
+};
+struct AddSat {
+  template <class T>
+  static T f(T a, T b) {
+    T r;
+    return __builtin_add_overflow(a, b, &r)
+               ? (a < 0 ? std::numeric_limits<T>::min() : std::numeric_limits<T>::max())
+               : r;
+  }
+};
+struct SubSat {
+  template <class T>
+  static T f(T a, T b) {
+    T r;
+    return __builtin_sub_overflow(a, b, &r)
+               ? (a < 0 ? std::numeric_limits<T>::min() : std::numeric_limits<T>::max())
+               : r;
+  }
+};
+struct Sub {
+  template <class T>
+  static T f(T a, T b) {
+    return (T)((U<T>)a - (U<T>)b);
+  }
+};
+struct MulLo {
+  template <class T>
+  static T f(T a, T b) {
+    return (T)((typename Wider<U<T>>::type)(U<T>)a * (U<T>)b);
+  }
+};
+struct MulHi {
+  template <class T>
+  static T f(T a, T b) {
+    return (T)(((typename Wider<T>::type)a * b) >> (8 * sizeof(T)));
+  }
+};
+struct Mul24 {
+  template <class T>
+  static T f(T a, T b) {
+    return (T)((int64_t)((T)((U<T>)a << 8) >> 8) * (int64_t)((T)((U<T>)b << 8) >> 8));
+  }
+};
+struct Div {
+  template <class T>
+  static T f(T a, T b) {
+    return b == 0 ? (T) ~(T)0 : (std::is_signed_v<T> && b == (T)-1) ? (T)(0 - (U<T>)a) : (T)(a / b);
+  }
+};
+struct Rem {
+  template <class T>
+  static T f(T a, T b) {
+    return b == 0 ? a : (std::is_signed_v<T> && b == (T)-1) ? (T)0 : (T)(a % b);
+  }
+};
+struct Min {
+  template <class T>
+  static T f(T a, T b) {
+    return a < b ? a : b;
+  }
+};
+struct Max {
+  template <class T>
+  static T f(T a, T b) {
+    return a > b ? a : b;
+  }
+};
+struct MinRelu {
+  template <class T>
+  static T f(T a, T b) {
+    T r = a < b ? a : b;
+    return r < 0 ? (T)0 : r;
+  }
+};
+struct MaxRelu {
+  template <class T>
+  static T f(T a, T b) {
+    T r = a > b ? a : b;
+    return r < 0 ? (T)0 : r;
+  }
+};
+struct And {
+  template <class T>
+  static T f(T a, T b) {
+    return a & b;
+  }
+};
+struct Or {
+  template <class T>
+  static T f(T a, T b) {
+    return a | b;
+  }
+};
+struct Xor {
+  template <class T>
+  static T f(T a, T b) {
+    return a ^ b;
+  }
+};
+struct Abs {
+  template <class T>
+  static T f(T a) {
+    return a < 0 ? (T)(0 - (U<T>)a) : a;
+  }
+};
+struct Neg {
+  template <class T>
+  static T f(T a) {
+    return (T)(0 - (U<T>)a);
+  }
+};
+struct Not {
+  template <class T>
+  static T f(T a) {
+    return (T)~a;
+  }
+};
+struct CNot {
+  template <class T>
+  static T f(T a) {
+    return a == 0;
+  }
+};
+struct Brev {
+  template <class T>
+  static T f(T a) {
+    U<T> r = 0;
+    for (unsigned i = 0; i < 8 * sizeof(T); ++i)
+      r |= (U<T>)((U<T>)a >> i & 1) << (8 * sizeof(T) - 1 - i);
+    return (T)r;
+  }
+};
+struct MadLo {
+  template <class T>
+  static T f(T a, T b, T c) {
+    return Add::f(MulLo::f(a, b), c);
+  }
+};
+struct MadHi {
+  template <class T>
+  static T f(T a, T b, T c) {
+    return Add::f(MulHi::f(a, b), c);
+  }
+};
+struct Sad {
+  template <class T>
+  static T f(T a, T b, T c) {
+    return Add::f(c, a > b ? Sub::f(a, b) : Sub::f(b, a));
+  }
+};
 
 template <class Op, class T>
 void un(Exec& x, const Instr& in, uint32_t mask) {
@@ -62,15 +211,25 @@ void ter(Exec& x, const Instr& in, uint32_t mask) {
   put(x, in.op[0], out, mask);
 }
 
-#define PICK_INT(t, F)                                        \
-  switch (t) {                                                \
-    case Ty::U16: case Ty::B16: return F(uint16_t);           \
-    case Ty::S16: return F(int16_t);                          \
-    case Ty::U32: case Ty::B32: return F(uint32_t);           \
-    case Ty::S32: return F(int32_t);                          \
-    case Ty::U64: case Ty::B64: return F(uint64_t);           \
-    case Ty::S64: return F(int64_t);                          \
-    default: d.fail("unsupported type");                      \
+#define PICK_INT(t, F)            \
+  switch (t) {                    \
+    case Ty::U16:                 \
+    case Ty::B16:                 \
+      return F(uint16_t);         \
+    case Ty::S16:                 \
+      return F(int16_t);          \
+    case Ty::U32:                 \
+    case Ty::B32:                 \
+      return F(uint32_t);         \
+    case Ty::S32:                 \
+      return F(int32_t);          \
+    case Ty::U64:                 \
+    case Ty::B64:                 \
+      return F(uint64_t);         \
+    case Ty::S64:                 \
+      return F(int64_t);          \
+    default:                      \
+      d.fail("unsupported type"); \
   }
 template <class Op>
 ExecFn pick_un(Decode& d) {
@@ -113,7 +272,8 @@ void carry(Exec& x, const Instr& in, uint32_t mask) {  // aux: 0 subtract, 1 use
   uint32_t cc = 0;
   for (int i = 0; i < 32; ++i) {
     unsigned __int128 k = in.aux[1] ? (x.w->cc >> i & 1) : 0;
-    unsigned __int128 r = in.aux[0] ? (unsigned __int128)a[i] - b[i] - k : (unsigned __int128)a[i] + b[i] + k;
+    unsigned __int128 r =
+        in.aux[0] ? (unsigned __int128)a[i] - b[i] - k : (unsigned __int128)a[i] + b[i] + k;
     out[i] = (T)r;
     cc |= (uint32_t)(r >> (8 * sizeof(T)) & 1) << i;
   }
@@ -130,7 +290,11 @@ void count(Exec& x, const Instr& in, uint32_t mask) {
   for (int i = 0; i < 32; ++i) {
     uint64_t v = (U<T>)(std::is_signed_v<T> && K >= 2 && a[i] < 0 ? ~a[i] : a[i]);
     int lz = v ? __builtin_clzll(v) - (64 - bits) : bits;
-    out[i] = K == 0 ? __builtin_popcountll(v) : K == 1 ? lz : v == 0 ? ~0u : K == 2 ? bits - 1 - lz : lz;
+    out[i] = K == 0   ? __builtin_popcountll(v)
+             : K == 1 ? lz
+             : v == 0 ? ~0u
+             : K == 2 ? bits - 1 - lz
+                      : lz;
   }
   put(x, in.op[0], out, mask);
 }
@@ -195,7 +359,12 @@ void do_dp4a(Exec& x, const Instr& in, uint32_t mask) {
 
 void do_pred_logic(Exec& x, const Instr& in, uint32_t mask) {
   uint32_t a = pred(x, in.op[1]), b = in.nops > 2 ? pred(x, in.op[2]) : 0;
-  put_pred(x, in.op[0], in.aux[0] == 0 ? a & b : in.aux[0] == 1 ? a | b : in.aux[0] == 2 ? a ^ b : ~a, mask);
+  put_pred(x, in.op[0],
+           in.aux[0] == 0   ? a & b
+           : in.aux[0] == 1 ? a | b
+           : in.aux[0] == 2 ? a ^ b
+                            : ~a,
+           mask);
 }
 
 void do_lop3(Exec& x, const Instr& in, uint32_t mask) {
@@ -205,7 +374,8 @@ void do_lop3(Exec& x, const Instr& in, uint32_t mask) {
   for (int i = 0; i < 32; ++i) {
     uint32_t r = 0;
     for (int k = 0; k < 8; ++k)
-      if (lut >> k & 1) r |= (k & 4 ? a[i] : ~a[i]) & (k & 2 ? b[i] : ~b[i]) & (k & 1 ? c[i] : ~c[i]);
+      if (lut >> k & 1)
+        r |= (k & 4 ? a[i] : ~a[i]) & (k & 2 ? b[i] : ~b[i]) & (k & 1 ? c[i] : ~c[i]);
     out[i] = r;
   }
   put(x, in.op[0], out, mask);
@@ -232,8 +402,10 @@ void do_shift(Exec& x, const Instr& in, uint32_t mask) {
   const uint32_t* b = src(x, in.op[2], tb);
   for (int i = 0; i < 32; ++i) {
     uint32_t n = b[i];
-    if (kLeft) out[i] = n >= bits ? 0 : (T)((U<T>)a[i] << n);
-    else out[i] = (T)(a[i] >> (n >= bits ? (std::is_signed_v<T> ? bits - 1 : 0) : n));
+    if (kLeft)
+      out[i] = n >= bits ? 0 : (T)((U<T>)a[i] << n);
+    else
+      out[i] = (T)(a[i] >> (n >= bits ? (std::is_signed_v<T> ? bits - 1 : 0) : n));
     if (!kLeft && !std::is_signed_v<T> && n >= bits) out[i] = 0;
   }
   put(x, in.op[0], out, mask);
@@ -246,12 +418,24 @@ void do_prmt(Exec& x, const Instr& in, uint32_t mask) {
     uint64_t v = (uint64_t)b[i] << 32 | a[i];
     uint32_t r = 0, s = c[i] & 3, sel = c[i];
     switch (in.aux[0]) {
-      case 1: sel = s | (s + 1) << 4 | (s + 2) << 8 | (s + 3) << 12; break;                                  // f4e
-      case 2: sel = s | ((s - 1) & 7) << 4 | ((s - 2) & 7) << 8 | ((s - 3) & 7) << 12; break;                 // b4e
-      case 3: sel = s * 0x1111; break;                                                                       // rc8
-      case 4: sel = std::max(s, 0u) | std::max(s, 1u) << 4 | std::max(s, 2u) << 8 | 3u << 12; break;         // ecl
-      case 5: sel = 0 | std::min(s, 1u) << 4 | std::min(s, 2u) << 8 | std::min(s, 3u) << 12; break;          // ecr
-      case 6: sel = (s & 1) ? 0x3232 : 0x1010; break;                                                        // rc16
+      case 1:
+        sel = s | (s + 1) << 4 | (s + 2) << 8 | (s + 3) << 12;
+        break;  // f4e
+      case 2:
+        sel = s | ((s - 1) & 7) << 4 | ((s - 2) & 7) << 8 | ((s - 3) & 7) << 12;
+        break;  // b4e
+      case 3:
+        sel = s * 0x1111;
+        break;  // rc8
+      case 4:
+        sel = std::max(s, 0u) | std::max(s, 1u) << 4 | std::max(s, 2u) << 8 | 3u << 12;
+        break;  // ecl
+      case 5:
+        sel = 0 | std::min(s, 1u) << 4 | std::min(s, 2u) << 8 | std::min(s, 3u) << 12;
+        break;  // ecr
+      case 6:
+        sel = (s & 1) ? 0x3232 : 0x1010;
+        break;  // rc16
     }
     for (int k = 0; k < 4; ++k) {
       uint32_t n = sel >> (4 * k) & 15;
@@ -269,7 +453,12 @@ template <class T, int C>
 uint32_t compare(const T* a, const T* b) {
   uint32_t m = 0;
   for (int i = 0; i < 32; ++i) {
-    bool r = C == Eq ? a[i] == b[i] : C == Ne ? a[i] != b[i] : C == Lt ? a[i] < b[i] : C == Le ? a[i] <= b[i] : C == Gt ? a[i] > b[i] : a[i] >= b[i];
+    bool r = C == Eq   ? a[i] == b[i]
+             : C == Ne ? a[i] != b[i]
+             : C == Lt ? a[i] < b[i]
+             : C == Le ? a[i] <= b[i]
+             : C == Gt ? a[i] > b[i]
+                       : a[i] >= b[i];
     m |= (uint32_t)r << i;
   }
   return m;
@@ -300,12 +489,24 @@ void do_set(Exec& x, const Instr& in, uint32_t mask) {
     b[i] = in.aux[1] ? (int64_t)(int32_t)q : q;
     bool r = false;
     switch (in.aux[0]) {
-      case Eq: r = a[i] == b[i]; break;
-      case Ne: r = a[i] != b[i]; break;
-      case Lt: r = a[i] < b[i]; break;
-      case Le: r = a[i] <= b[i]; break;
-      case Gt: r = a[i] > b[i]; break;
-      case Ge: r = a[i] >= b[i]; break;
+      case Eq:
+        r = a[i] == b[i];
+        break;
+      case Ne:
+        r = a[i] != b[i];
+        break;
+      case Lt:
+        r = a[i] < b[i];
+        break;
+      case Le:
+        r = a[i] <= b[i];
+        break;
+      case Gt:
+        r = a[i] > b[i];
+        break;
+      case Ge:
+        r = a[i] >= b[i];
+        break;
     }
     out[i] = r ? ~0u : 0;
   }
@@ -326,7 +527,9 @@ void do_mov(Exec& x, const Instr& in, uint32_t mask) {
   T ta[32];
   put(x, in.op[0], src(x, in.op[1], ta), mask);
 }
-void do_mov_pred(Exec& x, const Instr& in, uint32_t mask) { put_pred(x, in.op[0], pred(x, in.op[1]), mask); }
+void do_mov_pred(Exec& x, const Instr& in, uint32_t mask) {
+  put_pred(x, in.op[0], pred(x, in.op[1]), mask);
+}
 
 // {a, b, …} -> d: element 0 is least significant.
 void do_pack(Exec& x, const Instr& in, uint32_t mask) {
@@ -346,7 +549,7 @@ void do_pack(Exec& x, const Instr& in, uint32_t mask) {
   }
   uint32_t o[32];
   for (int i = 0; i < 32; ++i) o[i] = (uint32_t)out[i].lo;
-  w * n == 4 ? put(x, in.op[0], o, mask) : put(x, in.op[0], reinterpret_cast<uint32_t*>(o), mask);
+  w* n == 4 ? put(x, in.op[0], o, mask) : put(x, in.op[0], reinterpret_cast<uint32_t*>(o), mask);
 }
 
 void do_unpack(Exec& x, const Instr& in, uint32_t mask) {
@@ -364,7 +567,9 @@ void do_unpack(Exec& x, const Instr& in, uint32_t mask) {
     const Operand& dst = in.op[0].sub[k];
     if (dst.kind != Operand::Reg) continue;
     uint8_t* p = x.w->regs.get() + dst.off;
-    for (uint32_t b = mask; b; b &= b - 1) std::memcpy(p + first_lane(b) * dst.width, &o[first_lane(b)], std::min<uint32_t>(dst.width, 8));
+    for (uint32_t b = mask; b; b &= b - 1)
+      std::memcpy(p + first_lane(b) * dst.width, &o[first_lane(b)],
+                  std::min<uint32_t>(dst.width, 8));
   }
 }
 
@@ -387,7 +592,8 @@ void do_unpack_2x32(Exec& x, const Instr& in, uint32_t mask) {
 
 }  // namespace
 
-// setp's two results and its optional combination with a third predicate; used by the float forms as well.
+// setp's two results and its optional combination with a third predicate; used by the float forms
+// as well.
 void put_setp(Exec& x, const Instr& in, uint32_t p, uint32_t q, uint32_t mask) {
   if (in.nops > 3) {
     uint32_t c = pred(x, in.op[3]);
@@ -408,13 +614,15 @@ void decode_setp(Decode& d) {
   d.want(3, 4);
   if (d.ops[0].kind == Operand::Pair) {
     for (int i = 0; i < 2; ++i)
-      if (d.ops[0].sub[i].kind == Operand::Reg && d.ops[0].sub[i].width) d.fail("destinations must be predicates");
+      if (d.ops[0].sub[i].kind == Operand::Reg && d.ops[0].sub[i].width)
+        d.fail("destinations must be predicates");
   } else {
     d.pred_op(0);
   }
   d.values(1, 3);
   d.in.aux[3] = d.has("and") ? 1 : d.has("or") ? 2 : d.has("xor") ? 3 : 0;
-  if ((d.in.aux[3] != 0) != (d.ops.size() == 4)) d.fail("a combining operator and a fourth operand go together");
+  if ((d.in.aux[3] != 0) != (d.ops.size() == 4))
+    d.fail("a combining operator and a fourth operand go together");
   if (d.ops.size() == 4) d.pred_op(3);
 }
 
@@ -459,10 +667,14 @@ ExecFn int_wide(Decode& d) {
   bool mad = d.mods[0] == "mad";
   d.want(mad ? 4 : 3, mad ? 4 : 3), d.dst(0), d.values(1, mad ? 4 : 3);
   switch (d.type()) {
-    case Ty::U16: return mad ? &wide<uint16_t, true> : &wide<uint16_t, false>;
-    case Ty::S16: return mad ? &wide<int16_t, true> : &wide<int16_t, false>;
-    case Ty::U32: return mad ? &wide<uint32_t, true> : &wide<uint32_t, false>;
-    default: return mad ? &wide<int32_t, true> : &wide<int32_t, false>;
+    case Ty::U16:
+      return mad ? &wide<uint16_t, true> : &wide<uint16_t, false>;
+    case Ty::S16:
+      return mad ? &wide<int16_t, true> : &wide<int16_t, false>;
+    case Ty::U32:
+      return mad ? &wide<uint32_t, true> : &wide<uint32_t, false>;
+    default:
+      return mad ? &wide<int32_t, true> : &wide<int32_t, false>;
   }
 }
 
@@ -485,10 +697,14 @@ ExecFn int_count(Decode& d) {
 ExecFn bit_extract(Decode& d) {
   d.want(4, 4), d.dst(0), d.values(1, 4);
   switch (d.type()) {
-    case Ty::U32: return &do_bfe<uint32_t>;
-    case Ty::S32: return &do_bfe<int32_t>;
-    case Ty::U64: return &do_bfe<uint64_t>;
-    default: return &do_bfe<int64_t>;
+    case Ty::U32:
+      return &do_bfe<uint32_t>;
+    case Ty::S32:
+      return &do_bfe<int32_t>;
+    case Ty::U64:
+      return &do_bfe<uint64_t>;
+    default:
+      return &do_bfe<int64_t>;
   }
 }
 ExecFn bit_insert(Decode& d) {
@@ -539,7 +755,8 @@ ExecFn setp_int(Decode& d) {
   decode_setp(d);
 #define F(T) pick_setp<T>(d.mods[1])
   Ty t = d.type();
-  bool unsigned_cmp = d.mods[1] == "lo" || d.mods[1] == "ls" || d.mods[1] == "hi" || d.mods[1] == "hs";
+  bool unsigned_cmp =
+      d.mods[1] == "lo" || d.mods[1] == "ls" || d.mods[1] == "hi" || d.mods[1] == "hs";
   if (unsigned_cmp && is_signed(t)) d.fail("lo/ls/hi/hs need an unsigned type");
   PICK_INT(t, F)
 #undef F
@@ -547,16 +764,24 @@ ExecFn setp_int(Decode& d) {
 ExecFn set_int(Decode& d) {
   d.want(3, 3), d.dst(0), d.values(1, 3);
   auto& c = d.mods[1];
-  d.in.aux[0] = c == "eq" ? Eq : c == "ne" ? Ne : c == "lt" ? Lt : c == "le" ? Le : c == "gt" ? Gt : Ge;
+  d.in.aux[0] = c == "eq"   ? Eq
+                : c == "ne" ? Ne
+                : c == "lt" ? Lt
+                : c == "le" ? Le
+                : c == "gt" ? Gt
+                            : Ge;
   d.in.aux[1] = d.type() == Ty::S32;
   return &do_set;
 }
 ExecFn selp(Decode& d) {
   d.want(4, 4), d.dst(0), d.values(1, 3), d.pred_op(3);
   switch (type_bytes(d.type())) {
-    case 2: return &do_selp<uint16_t>;
-    case 4: return &do_selp<uint32_t>;
-    default: return &do_selp<uint64_t>;
+    case 2:
+      return &do_selp<uint16_t>;
+    case 4:
+      return &do_selp<uint32_t>;
+    default:
+      return &do_selp<uint64_t>;
   }
 }
 ExecFn mov(Decode& d) {
@@ -575,7 +800,8 @@ ExecFn mov(Decode& d) {
     d.in.aux[0] = bytes / n;
     for (uint32_t k = 0; k < n; ++k) {
       auto& e = d.ops[v].sub[k];
-      if (e.kind == Operand::Reg && e.width != bytes / n) d.fail("vector element width does not match");
+      if (e.kind == Operand::Reg && e.width != bytes / n)
+        d.fail("vector element width does not match");
       if (!pack && e.kind == Operand::Const) d.fail("vector elements must be registers");
     }
     pack ? d.dst(0) : d.data(1);
@@ -584,10 +810,14 @@ ExecFn mov(Decode& d) {
   }
   d.dst(0), d.data(1);
   switch (bytes) {
-    case 2: return &do_mov<uint16_t>;
-    case 4: return &do_mov<uint32_t>;
-    case 8: return &do_mov<uint64_t>;
-    default: return &do_mov<U128>;
+    case 2:
+      return &do_mov<uint16_t>;
+    case 4:
+      return &do_mov<uint32_t>;
+    case 8:
+      return &do_mov<uint64_t>;
+    default:
+      return &do_mov<U128>;
   }
 }
 

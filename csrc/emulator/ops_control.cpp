@@ -1,11 +1,13 @@
-// Control flow, warp-wide operations, CTA and cluster barriers, fences, cluster launch control, printf.
+// Control flow, warp-wide operations, CTA and cluster barriers, fences, cluster launch control,
+// printf.
 #include "mbarrier.h"
 #include "numerics.h"
 #include "scheduler.h"
 
 namespace flash_attn_mx::emu {
 
-// Lanes that have arrived at an instruction which all of `members` must execute together. False: wait for the others.
+// Lanes that have arrived at an instruction which all of `members` must execute together. False:
+// wait for the others.
 bool converge(Exec& x, uint32_t members) {
   uint32_t need = members & x.w->live;
   if ((x.g->mask & need) == need) return true;
@@ -13,7 +15,8 @@ bool converge(Exec& x, uint32_t members) {
   return false;
 }
 
-void finish_named_barriers(Cta& c) {  // after an exit: barriers that wait for all remaining threads may be complete
+void finish_named_barriers(
+    Cta& c) {  // after an exit: barriers that wait for all remaining threads may be complete
   for (auto& b : c.bars) {
     if (b.arrived && b.expected == 0 && b.arrived >= 32u * c.live_warps) {
       b.arrived = 0;
@@ -26,7 +29,8 @@ void finish_named_barriers(Cta& c) {  // after an exit: barriers that wait for a
 void finish_cluster_barrier(Cluster& cl) {
   uint64_t exited = 0;
   for (auto& c : cl.ctas) exited += c->exited_lanes;
-  const uint64_t total = (uint64_t)cl.m->opt.block[0] * cl.m->opt.block[1] * cl.m->opt.block[2] * cl.ctas.size();
+  const uint64_t total =
+      (uint64_t)cl.m->opt.block[0] * cl.m->opt.block[1] * cl.m->opt.block[2] * cl.ctas.size();
   if (cl.barrier_arrived && cl.barrier_arrived + exited >= total) {
     cl.barrier_arrived = 0;
     ++cl.barrier_gen;
@@ -36,7 +40,9 @@ void finish_cluster_barrier(Cluster& cl) {
 
 namespace {
 
-uint32_t members(Exec& x, const Operand& o, uint32_t mask) { return (uint32_t)src_lane(x, o, first_lane(mask)); }
+uint32_t members(Exec& x, const Operand& o, uint32_t mask) {
+  return (uint32_t)src_lane(x, o, first_lane(mask));
+}
 
 void do_bra(Exec& x, const Instr&, uint32_t mask) {
   x.ctl = Exec::Branch;
@@ -46,7 +52,9 @@ void do_exit(Exec& x, const Instr&, uint32_t mask) {
   x.ctl = Exec::Exit;
   x.taken = mask;
 }
-void do_trap(Exec&, const Instr& in, uint32_t) { throw Fault("trap", std::string(in.text) + " executed"); }
+void do_trap(Exec&, const Instr& in, uint32_t) {
+  throw Fault("trap", std::string(in.text) + " executed");
+}
 
 void do_nanosleep(Exec& x, const Instr&, uint32_t) {
   if (x.g->arrived) {
@@ -59,7 +67,8 @@ void do_nanosleep(Exec& x, const Instr&, uint32_t) {
 
 void do_aligned_nop(Exec& x, const Instr&, uint32_t) { converge(x, kFull); }
 
-// ---- calls -------------------------------------------------------------------------------------------------------------
+// ---- calls
+// -------------------------------------------------------------------------------------------------------------
 std::string c_string(Exec& x, uint64_t addr, int lane) {
   std::string s;
   for (; s.size() < 4096; ++addr) {
@@ -80,7 +89,8 @@ std::string format(Exec& x, const std::string& f, uint64_t args, int lane) {
     size_t e = i + 1;
     bool wide = false;
     while (e < f.size() && !std::isalpha((unsigned char)f[e]) && f[e] != '%') ++e;
-    while (e < f.size() && (f[e] == 'l' || f[e] == 'z' || f[e] == 'h' || f[e] == 'j')) wide |= f[e] == 'l' || f[e] == 'z' || f[e] == 'j', ++e;
+    while (e < f.size() && (f[e] == 'l' || f[e] == 'z' || f[e] == 'h' || f[e] == 'j'))
+      wide |= f[e] == 'l' || f[e] == 'z' || f[e] == 'j', ++e;
     if (e >= f.size()) break;
     char c = f[e];
     std::string flags = f.substr(i, e - i);
@@ -101,13 +111,21 @@ std::string format(Exec& x, const std::string& f, uint64_t args, int lane) {
     std::memcpy(&v, resolve(x, Space::Generic, args, n, Access::Read, lane).p, n);
     args += n;
     char b[512];
-    if (dbl) std::snprintf(b, sizeof b, (flags + c).c_str(), as_double(v));
-    else if (c == 's') std::snprintf(b, sizeof b, (flags + c).c_str(), c_string(x, v, lane).c_str());
-    else if (c == 'c') std::snprintf(b, sizeof b, (flags + c).c_str(), (int)v);
-    else if (c == 'p') std::snprintf(b, sizeof b, "%s", hex(v).c_str());
-    else if (std::strchr("di", c)) std::snprintf(b, sizeof b, (flags + "ll" + c).c_str(), n == 4 ? (long long)(int32_t)v : (long long)v);
-    else if (std::strchr("uoxX", c)) std::snprintf(b, sizeof b, (flags + "ll" + c).c_str(), (unsigned long long)v);
-    else std::snprintf(b, sizeof b, "<printf: %%%c>", c);
+    if (dbl)
+      std::snprintf(b, sizeof b, (flags + c).c_str(), as_double(v));
+    else if (c == 's')
+      std::snprintf(b, sizeof b, (flags + c).c_str(), c_string(x, v, lane).c_str());
+    else if (c == 'c')
+      std::snprintf(b, sizeof b, (flags + c).c_str(), (int)v);
+    else if (c == 'p')
+      std::snprintf(b, sizeof b, "%s", hex(v).c_str());
+    else if (std::strchr("di", c))
+      std::snprintf(b, sizeof b, (flags + "ll" + c).c_str(),
+                    n == 4 ? (long long)(int32_t)v : (long long)v);
+    else if (std::strchr("uoxX", c))
+      std::snprintf(b, sizeof b, (flags + "ll" + c).c_str(), (unsigned long long)v);
+    else
+      std::snprintf(b, sizeof b, "<printf: %%%c>", c);
     out += b;
   }
   return out;
@@ -117,8 +135,11 @@ void do_printf(Exec& x, const Instr& in, uint32_t mask) {
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = first_lane(m);
     uint64_t p[2];
-    for (int k = 0; k < 2; ++k) std::memcpy(&p[k], resolve(x, Space::Local, (uint64_t)in.op[2].sub[k].imm, 8, Access::Read, l).p, 8);
-    if (x.cl->output.size() < 100000) x.cl->output.push_back(format(x, c_string(x, p[0], l), p[1], l));
+    for (int k = 0; k < 2; ++k)
+      std::memcpy(&p[k],
+                  resolve(x, Space::Local, (uint64_t)in.op[2].sub[k].imm, 8, Access::Read, l).p, 8);
+    if (x.cl->output.size() < 100000)
+      x.cl->output.push_back(format(x, c_string(x, p[0], l), p[1], l));
   }
 }
 
@@ -127,13 +148,15 @@ void do_assertfail(Exec& x, const Instr& in, uint32_t mask) {
   std::string msg = "device assertion failed";
   uint64_t p = 0;
   if (in.op[2].count >= 3) {
-    std::memcpy(&p, resolve(x, Space::Local, (uint64_t)in.op[2].sub[0].imm, 8, Access::Read, l).p, 8);
+    std::memcpy(&p, resolve(x, Space::Local, (uint64_t)in.op[2].sub[0].imm, 8, Access::Read, l).p,
+                8);
     msg += ": " + c_string(x, p, l);
   }
   throw Fault("assert", msg, l);
 }
 
-// ---- warp-wide --------------------------------------------------------------------------------------------------------
+// ---- warp-wide
+// --------------------------------------------------------------------------------------------------------
 void do_elect(Exec& x, const Instr& in, uint32_t mask) {
   uint32_t mm = members(x, in.op[1], mask);
   if (!converge(x, mm)) return;
@@ -153,10 +176,21 @@ void do_shfl(Exec& x, const Instr& in, uint32_t mask) {  // aux: 0 up, 1 down, 2
     int hi = (i & seg) | (clamp & ~seg), lo = i & seg, j;
     bool p;
     switch (in.aux[0]) {
-      case 0: j = i - n; p = j >= hi; break;
-      case 1: j = i + n; p = j <= hi; break;
-      case 2: j = i ^ n; p = j <= hi; break;
-      default: j = lo | (n & ~seg); p = j <= hi;
+      case 0:
+        j = i - n;
+        p = j >= hi;
+        break;
+      case 1:
+        j = i + n;
+        p = j <= hi;
+        break;
+      case 2:
+        j = i ^ n;
+        p = j <= hi;
+        break;
+      default:
+        j = lo | (n & ~seg);
+        p = j <= hi;
     }
     out[i] = a[p ? j & 31 : i];
     ok |= (uint32_t)p << i;
@@ -219,12 +253,23 @@ void do_redux(Exec& x, const Instr& in, uint32_t mask) {  // aux: operation, sig
     }
     bool less = in.aux[1] ? (int32_t)v < (int32_t)r : v < r;
     switch (in.aux[0]) {
-      case 0: r += v; break;
-      case 1: r = less ? v : r; break;
-      case 2: r = less ? r : v; break;
-      case 3: r &= v; break;
-      case 4: r |= v; break;
-      default: r ^= v;
+      case 0:
+        r += v;
+        break;
+      case 1:
+        r = less ? v : r;
+        break;
+      case 2:
+        r = less ? r : v;
+        break;
+      case 3:
+        r &= v;
+        break;
+      case 4:
+        r |= v;
+        break;
+      default:
+        r ^= v;
     }
   }
   uint32_t out[32];
@@ -240,31 +285,44 @@ void do_redux_f32(Exec& x, const Instr& in, uint32_t mask) {  // aux: max, abs, 
   for (uint32_t m = mm & x.w->live; m; m &= m - 1) {
     float v = as_float((uint32_t)src_lane(x, in.op[1], first_lane(m)));
     if (in.aux[1]) v = std::fabs(v);
-    if (v != v) nan = true;
-    else if (r != r) r = v;
-    else if (v == r) r = in.aux[0] ? (std::signbit(r) ? v : r) : (std::signbit(r) ? r : v);
-    else r = in.aux[0] ? std::fmax(r, v) : std::fmin(r, v);
+    if (v != v)
+      nan = true;
+    else if (r != r)
+      r = v;
+    else if (v == r)
+      r = in.aux[0] ? (std::signbit(r) ? v : r) : (std::signbit(r) ? r : v);
+    else
+      r = in.aux[0] ? std::fmax(r, v) : std::fmin(r, v);
   }
   uint32_t out[32];
   for (auto& o : out) o = r != r || (nan && in.aux[2]) ? kNan32 : as_bits(r);
   put(x, in.op[0], out, mask);
 }
 
-// ---- barriers ---------------------------------------------------------------------------------------------------------
-// aux: bit 0 waits, bit 1 aligned, bits 8.. reduction (0 none, 1 and, 2 or, 3 popc); index of the id operand.
+// ---- barriers
+// ---------------------------------------------------------------------------------------------------------
+// aux: bit 0 waits, bit 1 aligned, bits 8.. reduction (0 none, 1 and, 2 or, 3 popc); index of the
+// id operand.
 void do_barrier(Exec& x, const Instr& in, uint32_t mask) {
   const bool waits = in.aux[0] & 1, aligned = in.aux[0] & 2;
   const uint32_t red = in.aux[0] >> 8, at = in.aux[1], n_ops = in.aux[2];
   if (!x.g->arrived && aligned && !converge(x, kFull)) return;
   int l = first_lane(mask);
   uint64_t id = src_lane(x, in.op[at], l), want = n_ops > 1 ? src_lane(x, in.op[at + 1], l) : 0;
-  if (id > 15) throw Fault("barrier", "named barrier " + std::to_string(id) + " does not exist (0..15)", l);
-  if (want % 32) throw Fault("barrier", "barrier thread count " + std::to_string(want) + " is not a multiple of 32", l);
+  if (id > 15)
+    throw Fault("barrier", "named barrier " + std::to_string(id) + " does not exist (0..15)", l);
+  if (want % 32)
+    throw Fault("barrier",
+                "barrier thread count " + std::to_string(want) + " is not a multiple of 32", l);
   NamedBarrier& b = x.cta->bars[id];
   if (!x.g->arrived) {
     // A barrier counts warps: a warp whose other lanes have exited still counts in full.
     uint32_t n = mask == x.w->live ? 32 : (uint32_t)__builtin_popcount(mask);
-    if (b.arrived && b.expected != want) throw Fault("barrier", "named barrier " + std::to_string(id) + ": arrival for " + std::to_string(want) + " threads while others wait for " + std::to_string(b.expected), l);
+    if (b.arrived && b.expected != want)
+      throw Fault("barrier",
+                  "named barrier " + std::to_string(id) + ": arrival for " + std::to_string(want) +
+                      " threads while others wait for " + std::to_string(b.expected),
+                  l);
     if (!b.arrived) b.red_and = 1, b.red_or = 0, b.red_pop = 0;
     b.expected = (uint32_t)want;
     b.arrived += n;
@@ -273,7 +331,11 @@ void do_barrier(Exec& x, const Instr& in, uint32_t mask) {
       b.red_and &= p == mask, b.red_or |= p != 0, b.red_pop += (uint32_t)__builtin_popcount(p);
     }
     uint64_t need = want ? want : 32u * (uint64_t)x.cta->live_warps;
-    if (b.arrived > need) throw Fault("barrier", "named barrier " + std::to_string(id) + ": " + std::to_string(b.arrived) + " threads arrived, " + std::to_string(need) + " expected", l);
+    if (b.arrived > need)
+      throw Fault("barrier",
+                  "named barrier " + std::to_string(id) + ": " + std::to_string(b.arrived) +
+                      " threads arrived, " + std::to_string(need) + " expected",
+                  l);
     ++x.cl->events;
     if (b.arrived == need) {
       b.arrived = 0;
@@ -303,7 +365,8 @@ void do_cluster_arrive(Exec& x, const Instr& in, uint32_t mask) {  // aux: align
   if (in.aux[0] && !converge(x, kFull)) return;
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = first_lane(m);
-    if (x.w->cluster_gen[l] != ~0ull) throw Fault("barrier", "barrier.cluster.arrive twice without a wait", l);
+    if (x.w->cluster_gen[l] != ~0ull)
+      throw Fault("barrier", "barrier.cluster.arrive twice without a wait", l);
     x.w->cluster_gen[l] = x.cl->barrier_gen;
   }
   x.cl->barrier_arrived += (uint32_t)__builtin_popcount(mask);
@@ -315,8 +378,11 @@ void do_cluster_wait(Exec& x, const Instr& in, uint32_t mask) {
   if (in.aux[0] && !converge(x, kFull)) return;
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = first_lane(m);
-    if (x.w->cluster_gen[l] == ~0ull) throw Fault("barrier", "barrier.cluster.wait without an arrive", l);
-    if (x.w->cluster_gen[l] == x.cl->barrier_gen) return x.block(Why::ClusterBarrier, x.cl->barrier_gen, x.cl->barrier_arrived, &x.cl->barrier_gen);
+    if (x.w->cluster_gen[l] == ~0ull)
+      throw Fault("barrier", "barrier.cluster.wait without an arrive", l);
+    if (x.w->cluster_gen[l] == x.cl->barrier_gen)
+      return x.block(Why::ClusterBarrier, x.cl->barrier_gen, x.cl->barrier_arrived,
+                     &x.cl->barrier_gen);
   }
   for (uint32_t m = mask; m; m &= m - 1) x.w->cluster_gen[first_lane(m)] = ~0ull;
   x.w->sync_time = x.cl->time;
@@ -327,17 +393,22 @@ void do_fence_proxy(Exec& x, const Instr&, uint32_t) {
   x.cta->fence_cover = std::max(x.cta->fence_cover, x.w->sync_time);
 }
 
-// ---- cluster launch control -------------------------------------------------------------------------------------------
-void do_clc_try(Exec& x, const Instr& in, uint32_t mask) {  // aux: multicast to every CTA of the cluster
+// ---- cluster launch control
+// -------------------------------------------------------------------------------------------
+void do_clc_try(Exec& x, const Instr& in,
+                uint32_t mask) {  // aux: multicast to every CTA of the cluster
   int l = first_lane(mask);
   uint32_t dst = shared_addr(x, in.op[0], l), bar = shared_addr(x, in.op[1], l);
-  if (dst & 15) throw Fault("align", "try_cancel response address " + hex(dst) + " is not 16-byte aligned", l);
-  if (x.cl->clc_failed) throw Fault("clc", "try_cancel after a try_cancel that found no more clusters", l);
+  if (dst & 15)
+    throw Fault("align", "try_cancel response address " + hex(dst) + " is not 16-byte aligned", l);
+  if (x.cl->clc_failed)
+    throw Fault("clc", "try_cancel after a try_cancel that found no more clusters", l);
   std::vector<std::pair<Ref, Ref>> to;
   for (auto& c : x.cl->ctas) {
     if (!in.aux[0] && c->rank != dst >> 24) continue;
     uint32_t r = c->rank << 24;
-    to.emplace_back(shared_ref(*x.cl, (dst & 0xFFFFFF) | r, 16, "try_cancel"), shared_ref(*x.cl, (bar & 0xFFFFFF) | r, 8, "try_cancel mbarrier"));
+    to.emplace_back(shared_ref(*x.cl, (dst & 0xFFFFFF) | r, 16, "try_cancel"),
+                    shared_ref(*x.cl, (bar & 0xFFFFFF) | r, 8, "try_cancel mbarrier"));
   }
   AsyncOp op;
   op.origin = where(x);
@@ -346,7 +417,8 @@ void do_clc_try(Exec& x, const Instr& in, uint32_t mask) {  // aux: multicast to
     uint32_t id = m.next_cluster.fetch_add(1), resp[4] = {0, 0, 0, 0};
     if (id < m.num_clusters) {
       uint32_t nx = m.opt.grid[0] / m.opt.cluster[0], ny = m.opt.grid[1] / m.opt.cluster[1];
-      // cuDNN's kernels read the "opaque" response themselves: x, y | z << 16, and bit 0 of the third word.
+      // cuDNN's kernels read the "opaque" response themselves: x, y | z << 16, and bit 0 of the
+      // third word.
       resp[0] = id % nx * m.opt.cluster[0];
       resp[1] = id / nx % ny * m.opt.cluster[1] | id / nx / ny * m.opt.cluster[2] << 16;
       resp[2] = 1;
@@ -364,12 +436,14 @@ void do_clc_try(Exec& x, const Instr& in, uint32_t mask) {  // aux: multicast to
   submit(x, std::move(op));
 }
 
-void do_clc_query(Exec& x, const Instr& in, uint32_t mask) {  // aux: 0 is_canceled, 1..3 x y z, 4 v4
+void do_clc_query(Exec& x, const Instr& in,
+                  uint32_t mask) {  // aux: 0 is_canceled, 1..3 x y z, 4 v4
   U128 ta[32];
   const U128* a = src(x, in.op[1], ta);
   uint32_t v[4][32], p = 0;
   for (int i = 0; i < 32; ++i) {
-    v[0][i] = (uint32_t)a[i].lo, v[1][i] = (uint32_t)(a[i].lo >> 32) & 0xFFFF, v[2][i] = (uint32_t)(a[i].lo >> 48), v[3][i] = 0;
+    v[0][i] = (uint32_t)a[i].lo, v[1][i] = (uint32_t)(a[i].lo >> 32) & 0xFFFF,
+    v[2][i] = (uint32_t)(a[i].lo >> 48), v[3][i] = 0;
     p |= (uint32_t)(a[i].hi & 1) << i;
   }
   if (in.aux[0] == 0) return put_pred(x, in.op[0], p, mask);
@@ -381,7 +455,8 @@ void do_clc_query(Exec& x, const Instr& in, uint32_t mask) {  // aux: 0 is_cance
 
 ExecFn bra(Decode& d) {
   d.want(1, 1);
-  if (d.ops[0].kind != Operand::Label || d.ops[0].imm < 0) d.fail(std::string("unknown label ") + d.ops[0].name);
+  if (d.ops[0].kind != Operand::Label || d.ops[0].imm < 0)
+    d.fail(std::string("unknown label ") + d.ops[0].name);
   d.in.target = (int32_t)d.ops[0].imm;
   return &do_bra;
 }
@@ -395,7 +470,8 @@ ExecFn call(Decode& d) {
   std::string n = d.ops[1].name;
   auto addresses = [&](size_t k) {
     for (size_t i = 0; i < k; ++i)
-      if (i >= d.ops[2].count || d.ops[2].sub[i].kind != Operand::Const) d.fail("arguments must be .param variables");
+      if (i >= d.ops[2].count || d.ops[2].sub[i].kind != Operand::Const)
+        d.fail("arguments must be .param variables");
   };
   if (n == "vprintf") return addresses(2), &do_printf;
   if (n == "__assertfail" || n == "__assert_fail") return addresses(1), &do_assertfail;
@@ -404,7 +480,8 @@ ExecFn call(Decode& d) {
 ExecFn setmaxnreg(Decode& d) {
   d.want(1, 1);
   int64_t n = d.ops[0].imm;
-  if (d.ops[0].kind != Operand::Const || n < 24 || n > 256 || n % 8) d.fail("register count must be a constant, 24..256 in steps of 8");
+  if (d.ops[0].kind != Operand::Const || n < 24 || n > 256 || n % 8)
+    d.fail("register count must be a constant, 24..256 in steps of 8");
   return &do_aligned_nop;
 }
 ExecFn elect(Decode& d) {
@@ -483,10 +560,17 @@ ExecFn clc_try(Decode& d) {
 }
 ExecFn clc_query(Decode& d) {
   d.want(2, 2), d.data(1);
-  d.in.aux[0] = d.has("is_canceled") ? 0 : d.has("get_first_ctaid::x") ? 1 : d.has("get_first_ctaid::y") ? 2 : d.has("get_first_ctaid::z") ? 3 : 4;
-  if (d.in.aux[0] == 4) d.vec(0, 4, 4);
-  else if (d.in.aux[0] == 0) d.pred_op(0);
-  else d.dst(0);
+  d.in.aux[0] = d.has("is_canceled")          ? 0
+                : d.has("get_first_ctaid::x") ? 1
+                : d.has("get_first_ctaid::y") ? 2
+                : d.has("get_first_ctaid::z") ? 3
+                                              : 4;
+  if (d.in.aux[0] == 4)
+    d.vec(0, 4, 4);
+  else if (d.in.aux[0] == 0)
+    d.pred_op(0);
+  else
+    d.dst(0);
   return &do_clc_query;
 }
 

@@ -19,7 +19,9 @@ int64_t sign_extend(uint64_t v, unsigned bytes) {
   unsigned s = 64 - 8 * bytes;
   return (int64_t)(v << s) >> s;
 }
-uint64_t truncate(uint64_t v, unsigned bytes) { return bytes == 8 ? v : v & ((1ull << 8 * bytes) - 1); }
+uint64_t truncate(uint64_t v, unsigned bytes) {
+  return bytes == 8 ? v : v & ((1ull << 8 * bytes) - 1);
+}
 
 struct IntType {
   unsigned bytes;
@@ -27,7 +29,8 @@ struct IntType {
 };
 IntType int_type(uint32_t t) { return {type_bytes((Ty)t), is_signed((Ty)t)}; }
 
-// A value of integer type in a register that may be wider: sign- or zero-extended to the register's width.
+// A value of integer type in a register that may be wider: sign- or zero-extended to the register's
+// width.
 void put_int(Exec& x, const Operand& o, const int64_t* v, IntType t, uint32_t mask) {
   if (t.sgn) {
     put<int64_t>(x, o, v, mask);
@@ -43,7 +46,8 @@ void do_int(Exec& x, const Instr& in, uint32_t mask) {  // aux: dst type, src ty
     uint64_t raw = src_lane(x, in.op[1], i);
     __int128 v = st.sgn ? (__int128)sign_extend(raw, st.bytes) : (__int128)truncate(raw, st.bytes);
     if (in.aux[2]) {
-      __int128 lo = dt.sgn ? -((__int128)1 << (8 * dt.bytes - 1)) : 0, hi = ((__int128)1 << (8 * dt.bytes - (dt.sgn ? 1 : 0))) - 1;
+      __int128 lo = dt.sgn ? -((__int128)1 << (8 * dt.bytes - 1)) : 0,
+               hi = ((__int128)1 << (8 * dt.bytes - (dt.sgn ? 1 : 0))) - 1;
       v = v < lo ? lo : v > hi ? hi : v;
     }
     out[i] = dt.sgn ? sign_extend((uint64_t)v, dt.bytes) : (int64_t)truncate((uint64_t)v, dt.bytes);
@@ -53,23 +57,32 @@ void do_int(Exec& x, const Instr& in, uint32_t mask) {  // aux: dst type, src ty
 
 double load_float(uint64_t raw, Ty t) {
   switch (t) {
-    case Ty::F16: return decode((uint16_t)raw, kF16);
-    case Ty::BF16: return as_float((uint32_t)raw << 16);
-    case Ty::F32: return as_float((uint32_t)raw);
-    default: return as_double(raw);
+    case Ty::F16:
+      return decode((uint16_t)raw, kF16);
+    case Ty::BF16:
+      return as_float((uint32_t)raw << 16);
+    case Ty::F32:
+      return as_float((uint32_t)raw);
+    default:
+      return as_double(raw);
   }
 }
 
 double round_integral(double v, Round r) {
   switch (r) {
-    case Round::RZ: return std::trunc(v);
-    case Round::RM: return std::floor(v);
-    case Round::RP: return std::ceil(v);
-    default: return std::nearbyint(v);
+    case Round::RZ:
+      return std::trunc(v);
+    case Round::RM:
+      return std::floor(v);
+    case Round::RP:
+      return std::ceil(v);
+    default:
+      return std::nearbyint(v);
   }
 }
 
-void do_f2i(Exec& x, const Instr& in, uint32_t mask) {  // aux: dst type, src type, rounding | ftz << 8
+void do_f2i(Exec& x, const Instr& in,
+            uint32_t mask) {  // aux: dst type, src type, rounding | ftz << 8
   IntType dt = int_type(in.aux[0]);
   int64_t out[32];
   for (int i = 0; i < 32; ++i) {
@@ -77,12 +90,19 @@ void do_f2i(Exec& x, const Instr& in, uint32_t mask) {  // aux: dst type, src ty
     if ((in.aux[2] >> 8) && std::fabs(v) < 0x1p-126) v = 0;
     v = round_integral(v, (Round)(in.aux[2] & 255));
     int bits = 8 * dt.bytes;
-    double lo = dt.sgn ? -std::ldexp(1.0, bits - 1) : 0, hi = std::ldexp(1.0, dt.sgn ? bits - 1 : bits);
+    double lo = dt.sgn ? -std::ldexp(1.0, bits - 1) : 0,
+           hi = std::ldexp(1.0, dt.sgn ? bits - 1 : bits);
     uint64_t r;
-    if (v != v) r = in.aux[1] == (uint32_t)Ty::F64 || bits == 64 ? 1ull << 63 : 0;  // sm_90: NaN gives 0, or 2^63 where 64 bits are involved
-    else if (v < lo) r = dt.sgn ? (uint64_t)1 << (bits - 1) : 0;
-    else if (v >= hi) r = dt.sgn ? ((uint64_t)1 << (bits - 1)) - 1 : bits == 64 ? ~0ull : ((uint64_t)1 << bits) - 1;
-    else r = dt.sgn ? (uint64_t)(int64_t)v : (uint64_t)v;
+    if (v != v)
+      r = in.aux[1] == (uint32_t)Ty::F64 || bits == 64
+              ? 1ull << 63
+              : 0;  // sm_90: NaN gives 0, or 2^63 where 64 bits are involved
+    else if (v < lo)
+      r = dt.sgn ? (uint64_t)1 << (bits - 1) : 0;
+    else if (v >= hi)
+      r = dt.sgn ? ((uint64_t)1 << (bits - 1)) - 1 : bits == 64 ? ~0ull : ((uint64_t)1 << bits) - 1;
+    else
+      r = dt.sgn ? (uint64_t)(int64_t)v : (uint64_t)v;
     out[i] = dt.sgn ? sign_extend(r, dt.bytes) : (int64_t)truncate(r, dt.bytes);
   }
   put_int(x, in.op[0], out, dt, mask);
@@ -95,7 +115,10 @@ uint64_t int_to_float(bool neg, uint64_t mag, Ty t, Round r) {
   if (drop) {
     uint64_t rest = mag & ((1ull << drop) - 1), half = 1ull << (drop - 1);
     mag >>= drop;
-    bool up = r == Round::RN ? rest > half || (rest == half && (mag & 1)) : r == Round::RZ ? false : r == Round::RM ? neg && rest : !neg && rest;
+    bool up = r == Round::RN   ? rest > half || (rest == half && (mag & 1))
+              : r == Round::RZ ? false
+              : r == Round::RM ? neg && rest
+                               : !neg && rest;
     mag += up;
   }
   double v = std::ldexp((double)mag, drop);
@@ -134,14 +157,17 @@ void do_f2f(Exec& x, const Instr& in, uint32_t mask) {  // aux: dst type, src ty
     if (in.aux[3] & kRelu && v < 0) v = 0;
     if (in.aux[3] & kSat) v = v > 0 ? (v < 1 ? v : 1) : 0;
     switch (dt) {
-      case Ty::F64: out[i] = v != v ? 0x7FFFFFFFFFFFFFFFull : as_bits(v); break;
+      case Ty::F64:
+        out[i] = v != v ? 0x7FFFFFFFFFFFFFFFull : as_bits(v);
+        break;
       case Ty::F32: {
         uint32_t b = encode(v, kF32, r, false);
         if (in.aux[3] & kFtz && !(b & 0x7F800000)) b &= 0x80000000;
         out[i] = b;
         break;
       }
-      default: out[i] = encode(v, dt == Ty::F16 ? kF16 : kBF16, r, in.aux[3] & kSatFinite);
+      default:
+        out[i] = encode(v, dt == Ty::F16 ? kF16 : kBF16, r, in.aux[3] & kSatFinite);
     }
   }
   put_float(x, in.op[0], out, dt, mask);
@@ -158,7 +184,8 @@ void do_tf32(Exec& x, const Instr& in, uint32_t mask) {
   put(x, in.op[0], out, mask);
 }
 
-void do_pack16(Exec& x, const Instr& in, uint32_t mask) {  // aux: bf16?, rounding, relu, satfinite. d = {a: high, b: low}
+void do_pack16(Exec& x, const Instr& in,
+               uint32_t mask) {  // aux: bf16?, rounding, relu, satfinite. d = {a: high, b: low}
   float ta[32], tb[32];
   uint32_t out[32];
   const float *a = src(x, in.op[1], ta), *b = src(x, in.op[2], tb);
@@ -169,7 +196,8 @@ void do_pack16(Exec& x, const Instr& in, uint32_t mask) {  // aux: bf16?, roundi
     for (int i = 0; i < 32; ++i) {
       float p = a[i], q = b[i];
       if (in.aux[2]) p = p < 0 ? 0 : p, q = q < 0 ? 0 : q;
-      out[i] = encode(p, f, (Round)in.aux[1], in.aux[3]) << 16 | encode(q, f, (Round)in.aux[1], in.aux[3]);
+      out[i] = encode(p, f, (Round)in.aux[1], in.aux[3]) << 16 |
+               encode(q, f, (Round)in.aux[1], in.aux[3]);
     }
   }
   put(x, in.op[0], out, mask);
@@ -202,14 +230,16 @@ void do_from_fp8(Exec& x, const Instr& in, uint32_t mask) {
   put(x, in.op[0], out, mask);
 }
 
-void do_to_ue8m0(Exec& x, const Instr& in, uint32_t mask) {  // aux: source is bf16x2?, up, satfinite
+void do_to_ue8m0(Exec& x, const Instr& in,
+                 uint32_t mask) {  // aux: source is bf16x2?, up, satfinite
   uint32_t ta[32], tb[32];
   uint16_t out[32];
   const uint32_t *a = src(x, in.op[1], ta), *b = in.aux[0] ? a : src(x, in.op[2], tb);
   for (int i = 0; i < 32; ++i) {
     float hi = in.aux[0] ? as_float(a[i] & 0xFFFF0000) : as_float(a[i]);
     float lo = in.aux[0] ? as_float(a[i] << 16) : as_float(b[i]);
-    out[i] = (uint16_t)(encode_ue8m0(hi, in.aux[1], in.aux[2]) << 8 | encode_ue8m0(lo, in.aux[1], in.aux[2]));
+    out[i] = (uint16_t)(encode_ue8m0(hi, in.aux[1], in.aux[2]) << 8 |
+                        encode_ue8m0(lo, in.aux[1], in.aux[2]));
   }
   put(x, in.op[0], out, mask);
 }
@@ -218,7 +248,9 @@ void do_from_ue8m0(Exec& x, const Instr& in, uint32_t mask) {
   uint16_t ta[32];
   uint32_t out[32];
   const uint16_t* a = src(x, in.op[1], ta);
-  for (int i = 0; i < 32; ++i) out[i] = encode(ue8m0_value(a[i] >> 8), kBF16, Round::RN, false) << 16 | encode(ue8m0_value(a[i] & 255), kBF16, Round::RN, false);
+  for (int i = 0; i < 32; ++i)
+    out[i] = encode(ue8m0_value(a[i] >> 8), kBF16, Round::RN, false) << 16 |
+             encode(ue8m0_value(a[i] & 255), kBF16, Round::RN, false);
   put(x, in.op[0], out, mask);
 }
 
@@ -262,7 +294,10 @@ ExecFn cvt_f2f(Decode& d) {
   d.in.aux[1] = (uint32_t)d.type(0);
   d.in.aux[2] = (uint32_t)round_of(d);
   bool integral = d.has("rni") || d.has("rzi") || d.has("rmi") || d.has("rpi");
-  d.in.aux[3] = (d.has("ftz") ? (uint32_t)kFtz : 0u) | (d.has("sat") ? (uint32_t)kSat : 0u) | (d.has("relu") ? (uint32_t)kRelu : 0u) | (d.has("satfinite") ? (uint32_t)kSatFinite : 0u) | (integral ? (uint32_t)kIntegral : 0u);
+  d.in.aux[3] = (d.has("ftz") ? (uint32_t)kFtz : 0u) | (d.has("sat") ? (uint32_t)kSat : 0u) |
+                (d.has("relu") ? (uint32_t)kRelu : 0u) |
+                (d.has("satfinite") ? (uint32_t)kSatFinite : 0u) |
+                (integral ? (uint32_t)kIntegral : 0u);
   return &do_f2f;
 }
 ExecFn cvt_tf32(Decode& d) {

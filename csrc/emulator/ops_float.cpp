@@ -1,4 +1,5 @@
-// Floating point: f32 and f32x2 vectorised, f16/bf16/f64 scalar. Results follow IEEE except where PTX says approx.
+// Floating point: f32 and f32x2 vectorised, f16/bf16/f64 scalar. Results follow IEEE except where
+// PTX says approx.
 #include <immintrin.h>
 
 #include "isa.h"
@@ -13,7 +14,8 @@ enum Op { kAdd, kSub, kMul, kFma };
 inline float ftz(float f) { return std::fabs(f) < 0x1p-126f ? std::copysign(0.0f, f) : f; }
 inline float canon(float f) { return f != f ? as_float(kNan32) : f; }
 
-// Runs f under another rounding mode. The asm statements keep the arithmetic between the two control-word writes.
+// Runs f under another rounding mode. The asm statements keep the arithmetic between the two
+// control-word writes.
 template <class F>
 float rounded(Round r, float a, float b, float c, F f) {
   static const unsigned kMode[] = {0x0000, 0x6000, 0x2000, 0x4000};
@@ -39,10 +41,14 @@ double rounded(Round r, double a, double b, double c, F f) {
 
 template <int K, class T>
 inline T apply(T a, T b, T c) {
-  if constexpr (K == kAdd) return a + b;
-  else if constexpr (K == kSub) return a - b;
-  else if constexpr (K == kMul) return a * b;
-  else return std::fma(a, b, c);
+  if constexpr (K == kAdd)
+    return a + b;
+  else if constexpr (K == kSub)
+    return a - b;
+  else if constexpr (K == kMul)
+    return a * b;
+  else
+    return std::fma(a, b, c);
 }
 
 // N = 32 (f32) or 64 (f32x2: two floats per lane, low word first).
@@ -54,7 +60,8 @@ void arith_f32(Exec& x, const Instr& in, uint32_t mask) {
   alignas(32) float out[N];
   const float* p[3] = {nullptr, nullptr, nullptr};
   constexpr int n_in = K == kFma ? 3 : 2;
-  for (int i = 0; i < n_in; ++i) p[i] = reinterpret_cast<const float*>(src<L>(x, in.op[1 + i], t[i]));
+  for (int i = 0; i < n_in; ++i)
+    p[i] = reinterpret_cast<const float*>(src<L>(x, in.op[1 + i], t[i]));
   const uint32_t fl = in.aux[0];
   if (fl & kFtz) {
     for (int i = 0; i < n_in; ++i) {
@@ -79,10 +86,12 @@ void arith_f32(Exec& x, const Instr& in, uint32_t mask) {
 template <int K>
 void arith_f64(Exec& x, const Instr& in, uint32_t mask) {
   double ta[32], tb[32], tc[32], out[32];
-  const double *a = src(x, in.op[1], ta), *b = src(x, in.op[2], tb), *c = K == kFma ? src(x, in.op[3], tc) : a;
+  const double *a = src(x, in.op[1], ta), *b = src(x, in.op[2], tb),
+               *c = K == kFma ? src(x, in.op[3], tc) : a;
   const Round r = (Round)in.aux[1];
   for (int i = 0; i < 32; ++i) {
-    double y = r == Round::RN ? apply<K>(a[i], b[i], c[i]) : rounded(r, a[i], b[i], c[i], apply<K, double>);
+    double y = r == Round::RN ? apply<K>(a[i], b[i], c[i])
+                              : rounded(r, a[i], b[i], c[i], apply<K, double>);
     out[i] = y != y ? as_double(0x7FFFFFFFFFFFFFFFull) : y;  // payload unspecified by PTX
   }
   put(x, in.op[0], out, mask);
@@ -103,9 +112,13 @@ void arith_half(Exec& x, const Instr& in, uint32_t mask) {
       double v[3] = {0, 0, 0};
       for (int k = 0; k < n_in; ++k) {
         v[k] = decode((uint16_t)(p[k][i] >> (16 * h)), f);
-        if ((in.aux[0] & kFtz) && !kBf && std::fabs(v[k]) < 0x1p-14) v[k] = std::copysign(0.0, v[k]);
+        if ((in.aux[0] & kFtz) && !kBf && std::fabs(v[k]) < 0x1p-14)
+          v[k] = std::copysign(0.0, v[k]);
       }
-      double y = K == kAdd ? add_round_odd(v[0], v[1]) : K == kSub ? add_round_odd(v[0], -v[1]) : K == kMul ? v[0] * v[1] : add_round_odd(v[0] * v[1], v[2]);
+      double y = K == kAdd   ? add_round_odd(v[0], v[1])
+                 : K == kSub ? add_round_odd(v[0], -v[1])
+                 : K == kMul ? v[0] * v[1]
+                             : add_round_odd(v[0] * v[1], v[2]);
       if ((in.aux[0] & kRelu) && y < 0) y = 0;
       if (in.aux[0] & kSat) y = y > 0 ? (y < 1 ? y : 1.0) : 0.0;
       uint32_t b = encode(y, f, (Round)in.aux[1], false);
@@ -117,7 +130,8 @@ void arith_half(Exec& x, const Instr& in, uint32_t mask) {
   put(x, in.op[0], out, mask);
 }
 
-// d.f32 = a.f16 (*|+) … with f32 addend: fma.f32.bf16 d, a, b, c takes 16-bit a and b; add.f32.bf16 d, a, c 16-bit a.
+// d.f32 = a.f16 (*|+) … with f32 addend: fma.f32.bf16 d, a, b, c takes 16-bit a and b; add.f32.bf16
+// d, a, c 16-bit a.
 template <int K>
 void mixed(Exec& x, const Instr& in, uint32_t mask) {
   uint16_t ta[32], tb[32];
@@ -127,7 +141,9 @@ void mixed(Exec& x, const Instr& in, uint32_t mask) {
   const float* c = src(x, in.op[K == kFma ? 3 : 2], tc);
   for (int i = 0; i < 32; ++i) {
     float p = (float)decode(a[i], f), q = K == kFma ? (float)decode(b[i], f) : 1.0f;
-    float y = rounded((Round)in.aux[1], p, q, c[i], [](float s, float t, float u) { return K == kFma ? std::fma(s, t, u) : K == kAdd ? s + u : s - u; });
+    float y = rounded((Round)in.aux[1], p, q, c[i], [](float s, float t, float u) {
+      return K == kFma ? std::fma(s, t, u) : K == kAdd ? s + u : s - u;
+    });
     y = canon(y);
     if (in.aux[0] & kSat) y = y > 0 ? (y < 1 ? y : 1.0f) : 0.0f;
     out[i] = y;
@@ -188,7 +204,8 @@ void minmax_half(Exec& x, const Instr& in, uint32_t mask) {
   for (int i = 0; i < 32; ++i) {
     L o = 0;
     for (int h = 0; h < N; ++h) {
-      float p = (float)decode((uint16_t)(a[i] >> 16 * h), f), q = (float)decode((uint16_t)(b[i] >> 16 * h), f), r;
+      float p = (float)decode((uint16_t)(a[i] >> 16 * h), f),
+            q = (float)decode((uint16_t)(b[i] >> 16 * h), f), r;
       if (in.aux[0] & kXorSign) {
         r = minmax1<kMax>(std::fabs(p), std::fabs(q), in.aux[0] & kNanProp);
         if (r == r && (std::signbit(p) ^ std::signbit(q))) r = -r;
@@ -237,12 +254,24 @@ void do_testp(Exec& x, const Instr& in, uint32_t mask) {
     int c = std::fpclassify(a[i]);
     bool b = false;
     switch (in.aux[0]) {
-      case 0: b = c != FP_NAN && c != FP_INFINITE; break;
-      case 1: b = c == FP_INFINITE; break;
-      case 2: b = c != FP_NAN; break;
-      case 3: b = c == FP_NAN; break;
-      case 4: b = c == FP_NORMAL; break;
-      case 5: b = c == FP_SUBNORMAL; break;
+      case 0:
+        b = c != FP_NAN && c != FP_INFINITE;
+        break;
+      case 1:
+        b = c == FP_INFINITE;
+        break;
+      case 2:
+        b = c != FP_NAN;
+        break;
+      case 3:
+        b = c == FP_NAN;
+        break;
+      case 4:
+        b = c == FP_NORMAL;
+        break;
+      case 5:
+        b = c == FP_SUBNORMAL;
+        break;
     }
     r |= (uint32_t)b << i;
   }
@@ -252,15 +281,24 @@ void do_testp(Exec& x, const Instr& in, uint32_t mask) {
 enum Func { kRcp, kSqrt, kRsqrt, kLg2, kSin, kCos, kTanh, kEx2, kDiv };
 template <int F, class T>
 inline T func(T a, T b, T) {
-  if constexpr (F == kRcp) return (T)1 / a;
-  else if constexpr (F == kSqrt) return std::sqrt(a);
-  else if constexpr (F == kRsqrt) return (T)(1 / std::sqrt((double)a));
-  else if constexpr (F == kLg2) return std::log2(a);
-  else if constexpr (F == kSin) return std::sin(a);
-  else if constexpr (F == kCos) return std::cos(a);
-  else if constexpr (F == kTanh) return std::tanh(a);
-  else if constexpr (F == kEx2) return std::exp2(a);
-  else return a / b;
+  if constexpr (F == kRcp)
+    return (T)1 / a;
+  else if constexpr (F == kSqrt)
+    return std::sqrt(a);
+  else if constexpr (F == kRsqrt)
+    return (T)(1 / std::sqrt((double)a));
+  else if constexpr (F == kLg2)
+    return std::log2(a);
+  else if constexpr (F == kSin)
+    return std::sin(a);
+  else if constexpr (F == kCos)
+    return std::cos(a);
+  else if constexpr (F == kTanh)
+    return std::tanh(a);
+  else if constexpr (F == kEx2)
+    return std::exp2(a);
+  else
+    return a / b;
 }
 
 template <int F>
@@ -283,7 +321,10 @@ void func_f64(Exec& x, const Instr& in, uint32_t mask) {
   double ta[32], tb[32], out[32];
   const double *a = src(x, in.op[1], ta), *b = F == kDiv ? src(x, in.op[2], tb) : a;
   const Round r = (Round)in.aux[1];
-  for (int i = 0; i < 32; ++i) out[i] = mask >> i & 1 ? (r == Round::RN ? func<F>(a[i], b[i], a[i]) : rounded(r, a[i], b[i], a[i], func<F, double>)) : 0;
+  for (int i = 0; i < 32; ++i)
+    out[i] = mask >> i & 1 ? (r == Round::RN ? func<F>(a[i], b[i], a[i])
+                                             : rounded(r, a[i], b[i], a[i], func<F, double>))
+                           : 0;
   put(x, in.op[0], out, mask);
 }
 template <int F>
@@ -301,7 +342,9 @@ void ex2_half(Exec& x, const Instr& in, uint32_t mask) {
   const FloatFormat& f = in.aux[2] ? kBF16 : kF16;
   for (int i = 0; i < 32; ++i) {
     L o = 0;
-    for (int h = 0; h < N; ++h) o |= (L)((L)encode(std::exp2(decode((uint16_t)(a[i] >> 16 * h), f)), f, Round::RN, false) << 16 * h);
+    for (int h = 0; h < N; ++h)
+      o |= (L)((L)encode(std::exp2(decode((uint16_t)(a[i] >> 16 * h), f)), f, Round::RN, false)
+               << 16 * h);
     out[i] = o;
   }
   put(x, in.op[0], out, mask);
@@ -311,20 +354,34 @@ template <class T>
 bool fcmp(int c, T a, T b) {
   bool nan = a != a || b != b;
   switch (c) {
-    case 0: return a == b;
-    case 1: return !nan && a != b;
-    case 2: return a < b;
-    case 3: return a <= b;
-    case 4: return a > b;
-    case 5: return a >= b;
-    case 6: return nan || a == b;
-    case 7: return a != b;
-    case 8: return nan || a < b;
-    case 9: return nan || a <= b;
-    case 10: return nan || a > b;
-    case 11: return nan || a >= b;
-    case 12: return !nan;
-    default: return nan;
+    case 0:
+      return a == b;
+    case 1:
+      return !nan && a != b;
+    case 2:
+      return a < b;
+    case 3:
+      return a <= b;
+    case 4:
+      return a > b;
+    case 5:
+      return a >= b;
+    case 6:
+      return nan || a == b;
+    case 7:
+      return a != b;
+    case 8:
+      return nan || a < b;
+    case 9:
+      return nan || a <= b;
+    case 10:
+      return nan || a > b;
+    case 11:
+      return nan || a >= b;
+    case 12:
+      return !nan;
+    default:
+      return nan;
   }
 }
 
@@ -334,7 +391,8 @@ void do_setp_float(Exec& x, const Instr& in, uint32_t mask) {  // aux: 0 flags, 
     float ta[32], tb[32];
     const float *a = src(x, in.op[1], ta), *b = src(x, in.op[2], tb);
     bool fz = in.aux[0] & kFtz;
-    for (int i = 0; i < 32; ++i) r |= (uint32_t)fcmp<float>(in.aux[1], fz ? ftz(a[i]) : a[i], fz ? ftz(b[i]) : b[i]) << i;
+    for (int i = 0; i < 32; ++i)
+      r |= (uint32_t)fcmp<float>(in.aux[1], fz ? ftz(a[i]) : a[i], fz ? ftz(b[i]) : b[i]) << i;
   } else {
     for (int i = 0; i < 32; ++i) {
       uint64_t p = src_lane(x, in.op[1], i), q = src_lane(x, in.op[2], i);
@@ -353,21 +411,31 @@ uint32_t rounding(const Decode& d) {
   return (uint32_t)Round::RN;
 }
 uint32_t flags(const Decode& d) {
-  return (d.has("ftz") ? (uint32_t)kFtz : 0u) | (d.has("sat") ? (uint32_t)kSat : 0u) | (d.has("relu") ? (uint32_t)kRelu : 0u) | (d.has("NaN") ? (uint32_t)kNanProp : 0u) | (d.has("xorsign") ? (uint32_t)kXorSign : 0u) |
+  return (d.has("ftz") ? (uint32_t)kFtz : 0u) | (d.has("sat") ? (uint32_t)kSat : 0u) |
+         (d.has("relu") ? (uint32_t)kRelu : 0u) | (d.has("NaN") ? (uint32_t)kNanProp : 0u) |
+         (d.has("xorsign") ? (uint32_t)kXorSign : 0u) |
          (d.has("abs") && d.mods[0] != "abs" && !d.has("xorsign") ? (uint32_t)kAbs : 0u);
 }
 
 template <int K>
 ExecFn pick_arith(Decode& d) {
   switch (d.type()) {
-    case Ty::F32: return &arith_f32<K, 32>;
-    case Ty::F32x2: return &arith_f32<K, 64>;
-    case Ty::F64: return &arith_f64<K>;
-    case Ty::F16: return &arith_half<K, false, 1>;
-    case Ty::F16x2: return &arith_half<K, false, 2>;
-    case Ty::BF16: return &arith_half<K, true, 1>;
-    case Ty::BF16x2: return &arith_half<K, true, 2>;
-    default: d.fail("unsupported type");
+    case Ty::F32:
+      return &arith_f32<K, 32>;
+    case Ty::F32x2:
+      return &arith_f32<K, 64>;
+    case Ty::F64:
+      return &arith_f64<K>;
+    case Ty::F16:
+      return &arith_half<K, false, 1>;
+    case Ty::F16x2:
+      return &arith_half<K, false, 2>;
+    case Ty::BF16:
+      return &arith_half<K, true, 1>;
+    case Ty::BF16x2:
+      return &arith_half<K, true, 2>;
+    default:
+      d.fail("unsupported type");
   }
 }
 
@@ -398,10 +466,15 @@ ExecFn float_minmax(Decode& d) {
   d.in.aux[2] = d.type() == Ty::BF16 || d.type() == Ty::BF16x2;
   bool mx = d.mods[0] == "max";
   switch (d.type()) {
-    case Ty::F32: return mx ? &minmax_f32<true> : &minmax_f32<false>;
-    case Ty::F64: return mx ? &minmax_f64<true> : &minmax_f64<false>;
-    case Ty::F16: case Ty::BF16: return mx ? &minmax_half<true, 1> : &minmax_half<false, 1>;
-    default: return mx ? &minmax_half<true, 2> : &minmax_half<false, 2>;
+    case Ty::F32:
+      return mx ? &minmax_f32<true> : &minmax_f32<false>;
+    case Ty::F64:
+      return mx ? &minmax_f64<true> : &minmax_f64<false>;
+    case Ty::F16:
+    case Ty::BF16:
+      return mx ? &minmax_half<true, 1> : &minmax_half<false, 1>;
+    default:
+      return mx ? &minmax_half<true, 2> : &minmax_half<false, 2>;
   }
 }
 ExecFn float_unary(Decode& d) {
@@ -409,10 +482,19 @@ ExecFn float_unary(Decode& d) {
   d.in.aux[0] = flags(d);
   d.in.aux[1] = d.mods[0] == "neg";
   switch (d.type()) {
-    case Ty::F32: d.in.aux[2] = 0x80000000u; return &absneg<uint32_t>;
-    case Ty::F64: return &absneg<uint64_t>;
-    case Ty::F16: case Ty::BF16: d.in.aux[2] = 0x8000; return &absneg<uint16_t>;
-    default: d.in.aux[2] = 0x80008000u; d.in.aux[0] = 0; return &absneg<uint32_t>;
+    case Ty::F32:
+      d.in.aux[2] = 0x80000000u;
+      return &absneg<uint32_t>;
+    case Ty::F64:
+      return &absneg<uint64_t>;
+    case Ty::F16:
+    case Ty::BF16:
+      d.in.aux[2] = 0x8000;
+      return &absneg<uint16_t>;
+    default:
+      d.in.aux[2] = 0x80008000u;
+      d.in.aux[0] = 0;
+      return &absneg<uint32_t>;
   }
 }
 ExecFn float_copysign(Decode& d) {
@@ -421,7 +503,8 @@ ExecFn float_copysign(Decode& d) {
 }
 ExecFn testp(Decode& d) {
   d.want(2, 2), d.pred_op(0), d.data(1);
-  static const char* const k[] = {"finite", "infinite", "number", "notanumber", "normal", "subnormal"};
+  static const char* const k[] = {"finite",     "infinite", "number",
+                                  "notanumber", "normal",   "subnormal"};
   for (uint32_t i = 0; i < 6; ++i)
     if (d.mods[1] == k[i]) d.in.aux[0] = i;
   return d.type() == Ty::F32 ? &do_testp<float> : &do_testp<double>;
@@ -451,7 +534,8 @@ ExecFn float_func1(Decode& d) {
 }
 ExecFn setp_float(Decode& d) {
   decode_setp(d);
-  static const char* const k[] = {"eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"};
+  static const char* const k[] = {"eq",  "ne",  "lt",  "le",  "gt",  "ge",  "equ",
+                                  "neu", "ltu", "leu", "gtu", "geu", "num", "nan"};
   for (uint32_t i = 0; i < 14; ++i)
     if (d.mods[1] == k[i]) d.in.aux[1] = i;
   d.in.aux[0] = flags(d);

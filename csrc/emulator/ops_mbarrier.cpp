@@ -1,25 +1,48 @@
 // mbarrier, cp.async and their meeting point.
 #include "mbarrier.h"
-
 #include "scheduler.h"
 
 namespace flash_attn_mx::emu {
 
+namespace {
+constexpr uint64_t kReleased =
+    2;  // in Group::want: the phase that this suspended wait asked for has ended
+
+// The end of a phase wakes every wait that is suspended on it, even if the next phase ends before
+// that warp runs again.
+void wake_waiters(Cluster& cl, const Ref& ref) {
+  const uint64_t key = (uint64_t)ref.cta->rank << 24 | ref.off;
+  for (auto& w : ref.cta->warps)
+    for (auto& g : w->groups)
+      if (g.why == Why::Mbarrier && g.key == key) g.want |= kReleased, g.poll = nullptr;
+  ++cl.phase_flips;
+  ++cl.events;
+}
+}  // namespace
+
 uint64_t mbar_apply(Cluster& cl, const Ref& ref, const MbarChange& c) {
   Mbar b = Mbar::load(ref.p);
-  auto at = [&] { return "mbarrier at " + hex(ref.off) + " of CTA " + std::to_string(ref.cta->rank); };
+  auto at = [&] {
+    return "mbarrier at " + hex(ref.off) + " of CTA " + std::to_string(ref.cta->rank);
+  };
   if (!b.valid) throw Fault("mbarrier", at() + " is not initialised");
   const uint64_t before = b.word();
   int64_t tx = b.tx + c.expect_tx - c.complete_tx;
-  if (tx > kMbarMax || tx < -kMbarMax) throw Fault("mbarrier", at() + ": tx-count " + std::to_string(tx) + " out of range");
+  if (tx > kMbarMax || tx < -kMbarMax)
+    throw Fault("mbarrier", at() + ": tx-count " + std::to_string(tx) + " out of range");
   uint32_t n = c.arrive + c.drop;
-  if (n > b.pending) throw Fault("mbarrier", at() + ": arrival of " + std::to_string(n) + " with " + std::to_string(b.pending) + " pending of " + std::to_string(b.expected) + " in phase " + std::to_string(b.phase));
+  if (n > b.pending)
+    throw Fault("mbarrier", at() + ": arrival of " + std::to_string(n) + " with " +
+                                std::to_string(b.pending) + " pending of " +
+                                std::to_string(b.expected) + " in phase " +
+                                std::to_string(b.phase));
   b.tx = (int32_t)tx;
   b.pending -= n;
   b.expected -= c.drop;
   if (b.pending == 0 && b.tx == 0) {
     b.phase = !b.phase;
     b.pending = b.expected;
+    wake_waiters(cl, ref);
   }
   b.store(ref.p);
   ++cl.events;
@@ -31,7 +54,9 @@ namespace {
 Ref barrier_ref(Exec& x, const Operand& mem, int lane, Space s) {
   uint32_t a = shared_addr(x, mem, lane);
   if (a & 7) throw Fault("align", "mbarrier address " + hex(a) + " is not 8-byte aligned", lane);
-  if (s != Space::SharedCluster && (a >> 24) != x.cta->rank) throw Fault("bounds", "mbarrier at " + hex(a) + " belongs to CTA rank " + std::to_string(a >> 24), lane);
+  if (s != Space::SharedCluster && (a >> 24) != x.cta->rank)
+    throw Fault("bounds",
+                "mbarrier at " + hex(a) + " belongs to CTA rank " + std::to_string(a >> 24), lane);
   return shared_ref(*x.cl, a, 8, "mbarrier");
 }
 
@@ -40,10 +65,15 @@ void do_init(Exec& x, const Instr& in, uint32_t mask) {
     int l = first_lane(m);
     Ref r = barrier_ref(x, in.op[0], l, Space::Shared);
     uint64_t n = src_lane(x, in.op[1], l);
-    if (n < 1 || n > (uint64_t)kMbarMax) throw Fault("mbarrier", "mbarrier.init with count " + std::to_string(n), l);
+    if (n < 1 || n > (uint64_t)kMbarMax)
+      throw Fault("mbarrier", "mbarrier.init with count " + std::to_string(n), l);
     Mbar old = Mbar::load(r.p), b;
     if (r.cta->mbars.count(r.off) && old.valid && (old.pending != old.expected || old.tx))
-      throw Fault("mbarrier", "mbarrier.init of a barrier in use at " + hex(r.off) + ": pending " + std::to_string(old.pending) + " of " + std::to_string(old.expected) + ", tx " + std::to_string(old.tx), l);
+      throw Fault("mbarrier",
+                  "mbarrier.init of a barrier in use at " + hex(r.off) + ": pending " +
+                      std::to_string(old.pending) + " of " + std::to_string(old.expected) +
+                      ", tx " + std::to_string(old.tx),
+                  l);
     b.pending = b.expected = (uint32_t)n;
     b.valid = true;
     b.store(r.p);
@@ -70,15 +100,18 @@ void do_tx(Exec& x, const Instr& in, uint32_t mask) {  // aux: space, complete
   }
 }
 
-void do_arrive(Exec& x, const Instr& in, uint32_t mask) {  // aux: space, 1 expect_tx | 2 drop, has destination, has count
+void do_arrive(Exec& x, const Instr& in,
+               uint32_t mask) {  // aux: space, 1 expect_tx | 2 drop, has destination, has count
   const Operand& mem = in.op[in.aux[2]];
   uint64_t out[32] = {};
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = first_lane(m);
     MbarChange c;
     uint32_t v = in.aux[3] ? (uint32_t)src_lane(x, in.op[in.aux[2] + 1], l) : 1, n = 1;
-    if (in.aux[1] & 1) c.expect_tx = v;
-    else n = v;
+    if (in.aux[1] & 1)
+      c.expect_tx = v;
+    else
+      n = v;
     if (n == 0) throw Fault("mbarrier", "arrival with count 0", l);
     (in.aux[1] & 2 ? c.drop : c.arrive) = n;
     out[l] = mbar_apply(*x.cl, barrier_ref(x, mem, l, (Space)in.aux[0]), c);
@@ -86,8 +119,9 @@ void do_arrive(Exec& x, const Instr& in, uint32_t mask) {  // aux: space, 1 expe
   if (in.aux[2]) put(x, in.op[0], out, mask);
 }
 
-// aux: parity form, space. A wait that cannot succeed yet suspends the warp; the scheduler lets it return false when
-// nothing else can run, or at random, since try_wait and test_wait may both report "not yet".
+// aux: parity form, space. A wait that cannot succeed yet suspends the warp; the scheduler lets it
+// return false when nothing else can run, or at random, since try_wait and test_wait may both
+// report "not yet".
 void do_wait(Exec& x, const Instr& in, uint32_t mask) {
   uint32_t done = 0;
   const Ref* blocked = nullptr;
@@ -97,18 +131,26 @@ void do_wait(Exec& x, const Instr& in, uint32_t mask) {
     int l = first_lane(m);
     Ref q = barrier_ref(x, in.op[1], l, Space::Shared);
     Mbar b = Mbar::load(q.p);
-    if (!b.valid) throw Fault("mbarrier", "wait on the mbarrier at " + hex(q.off) + ", which is not initialised", l);
+    if (!b.valid)
+      throw Fault("mbarrier",
+                  "wait on the mbarrier at " + hex(q.off) + ", which is not initialised", l);
     uint64_t v = src_lane(x, in.op[2], l);
     bool old_phase = in.aux[0] ? (v & 1) : (v >> 63);
-    if (b.phase != old_phase) done |= 1u << l;
-    else r = q, blocked = &r, want = old_phase;
+    const bool released =
+        (x.g->want & kReleased) && x.g->key == ((uint64_t)q.cta->rank << 24 | q.off);
+    if (b.phase != old_phase || released)
+      done |= 1u << l;
+    else
+      r = q, blocked = &r, want = old_phase;
   }
   if (blocked && !x.g->timed_out && !(x.m->opt.order == Order::Random && x.cl->random() % 4 == 0)) {
-    x.block(Why::Mbarrier, (uint64_t)blocked->cta->rank << 24 | blocked->off, want, reinterpret_cast<const uint64_t*>(blocked->p), kMbarPhaseBit);
+    x.block(Why::Mbarrier, (uint64_t)blocked->cta->rank << 24 | blocked->off, want,
+            reinterpret_cast<const uint64_t*>(blocked->p), kMbarPhaseBit);
     return;
   }
   if (done) x.w->sync_time = x.cl->time;
   x.g->timed_out = false;
+  x.g->want = 0;
   ++x.cl->stat_waits;
   put_pred(x, in.op[0], done, mask);
 }
@@ -119,8 +161,11 @@ void do_pending(Exec& x, const Instr& in, uint32_t mask) {
   put(x, in.op[0], out, mask);
 }
 
-// ---- cp.async ---------------------------------------------------------------------------------------------------------
-void do_cp_async(Exec& x, const Instr& in, uint32_t mask) {  // aux: bytes, index of src-size or ignore-src operand (0 none), is predicate
+// ---- cp.async
+// ---------------------------------------------------------------------------------------------------------
+void do_cp_async(
+    Exec& x, const Instr& in,
+    uint32_t mask) {  // aux: bytes, index of src-size or ignore-src operand (0 none), is predicate
   struct Copy {
     Ref dst;
     const uint8_t* src;
@@ -134,13 +179,23 @@ void do_cp_async(Exec& x, const Instr& in, uint32_t mask) {  // aux: bytes, inde
     int l = first_lane(m);
     Copy c;
     uint64_t d = address_of(x, in.op[0], l), s = address_of(x, in.op[1], l);
-    if (d & (bytes - 1) || s & (bytes - 1)) throw Fault("align", "cp.async addresses " + hex(d) + ", " + hex(s) + " are not aligned to " + std::to_string(bytes), l);
+    if (d & (bytes - 1) || s & (bytes - 1))
+      throw Fault("align",
+                  "cp.async addresses " + hex(d) + ", " + hex(s) + " are not aligned to " +
+                      std::to_string(bytes),
+                  l);
     c.dst = shared_ref(*x.cl, (uint32_t)d, bytes, "cp.async");
     c.n = bytes;
     if (in.aux[1]) {
-      if (in.aux[2]) c.n = pred(x, in.op[in.aux[1]]) >> l & 1 ? 0 : bytes;
-      else c.n = (uint32_t)src_lane(x, in.op[in.aux[1]], l);
-      if (c.n > bytes) throw Fault("bounds", "cp.async src-size " + std::to_string(c.n) + " exceeds cp-size " + std::to_string(bytes), l);
+      if (in.aux[2])
+        c.n = pred(x, in.op[in.aux[1]]) >> l & 1 ? 0 : bytes;
+      else
+        c.n = (uint32_t)src_lane(x, in.op[in.aux[1]], l);
+      if (c.n > bytes)
+        throw Fault("bounds",
+                    "cp.async src-size " + std::to_string(c.n) + " exceeds cp-size " +
+                        std::to_string(bytes),
+                    l);
     }
     c.src = c.n ? resolve(x, Space::Global, s, c.n, Access::Read, l, 1).p : nullptr;
     if (x.cl->pending_reads) check_no_pending_read(*x.cl, *c.dst.cta, c.dst.off, bytes, "cp.async");
@@ -163,7 +218,8 @@ void do_cp_async(Exec& x, const Instr& in, uint32_t mask) {  // aux: bytes, inde
   submit(x, std::move(op));
 }
 
-void do_cp_async_group(Exec& x, const Instr& in, uint32_t mask) {  // aux: 0 commit, 1 wait_group, 2 wait_all; N
+void do_cp_async_group(Exec& x, const Instr& in,
+                       uint32_t mask) {  // aux: 0 commit, 1 wait_group, 2 wait_all; N
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = first_lane(m);
     auto& g = x.w->cpasync[l];
@@ -174,7 +230,8 @@ void do_cp_async_group(Exec& x, const Instr& in, uint32_t mask) {  // aux: 0 com
     }
     size_t keep = in.aux[0] == 2 ? 0 : in.aux[1];
     while (!g.committed.empty() && *g.committed.front() == 0) g.committed.pop_front();
-    if (g.committed.size() > keep || (in.aux[0] == 2 && *g.open)) return x.block(Why::CpAsync, (uint64_t)l, keep);
+    if (g.committed.size() > keep || (in.aux[0] == 2 && *g.open))
+      return x.block(Why::CpAsync, (uint64_t)l, keep);
   }
 }
 
@@ -184,7 +241,9 @@ void do_cp_async_mbarrier(Exec& x, const Instr& in, uint32_t mask) {  // aux: no
     Ref r = barrier_ref(x, in.op[0], first_lane(m), Space::Shared);
     if (!in.aux[0]) {
       Mbar b = Mbar::load(r.p);
-      if (!b.valid) throw Fault("mbarrier", "cp.async.mbarrier.arrive on an uninitialised barrier at " + hex(r.off));
+      if (!b.valid)
+        throw Fault("mbarrier",
+                    "cp.async.mbarrier.arrive on an uninitialised barrier at " + hex(r.off));
       ++b.pending;
       b.store(r.p);
     }
@@ -246,7 +305,8 @@ ExecFn cp_async(Decode& d) {
   d.want(3, 5), d.mem(0), d.mem(1);
   if (d.ops[2].kind != Operand::Const) d.fail("cp-size must be a constant");
   uint32_t n = (uint32_t)d.ops[2].imm;
-  if (n != 16 && !(d.has("ca") && (n == 4 || n == 8))) d.fail("cp-size must be 16, or 4 or 8 with .ca");
+  if (n != 16 && !(d.has("ca") && (n == 4 || n == 8)))
+    d.fail("cp-size must be 16, or 4 or 8 with .ca");
   d.in.aux[0] = n;
   bool policy = d.has("L2::cache_hint");
   if (d.ops.size() > (policy ? 4u : 3u)) {

@@ -1,4 +1,5 @@
-// Loads, stores, atomics, matrix loads and address conversion: everything of the generic proxy that touches memory.
+// Loads, stores, atomics, matrix loads and address conversion: everything of the generic proxy that
+// touches memory.
 #include "mbarrier.h"
 #include "numerics.h"
 #include "scheduler.h"
@@ -20,7 +21,8 @@ void write_lane(Exec& x, const Operand& o, int lane, const uint8_t* p, uint32_t 
   std::memcpy(q, &v, o.width < 8 ? o.width : 8);
 }
 
-void do_ld(Exec& x, const Instr& in, uint32_t mask) {  // aux: space, element bytes, elements, signed
+void do_ld(Exec& x, const Instr& in,
+           uint32_t mask) {  // aux: space, element bytes, elements, signed
   const uint32_t eb = in.aux[1], n = in.aux[2];
   const Operand& dst = in.op[0];
   const Operand* elems = dst.kind == Operand::Vec ? dst.sub : &dst;
@@ -35,7 +37,8 @@ void do_ld(Exec& x, const Instr& in, uint32_t mask) {  // aux: space, element by
     int l = first_lane(b);
     for (uint32_t k = 0; k < n; ++k) write_lane(x, elems[k], l, buf[l] + k * eb, eb, in.aux[3]);
   }
-  if ((Space)in.aux[0] == Space::Global) x.cl->stat_global_ld += (uint64_t)__builtin_popcount(mask) * eb * n;
+  if ((Space)in.aux[0] == Space::Global)
+    x.cl->stat_global_ld += (uint64_t)__builtin_popcount(mask) * eb * n;
 }
 
 void store_value(Exec& x, const Operand& o, int lane, uint8_t* p, uint32_t bytes) {
@@ -66,7 +69,8 @@ void do_st(Exec& x, const Instr& in, uint32_t mask) {
     for (uint32_t k = 0; k < n; ++k) store_value(x, elems[k], l, buf + k * eb, eb);
     std::memcpy(r.p, buf, eb * n);
   }
-  if ((Space)in.aux[0] == Space::Global) x.cl->stat_global_st += (uint64_t)__builtin_popcount(mask) * eb * n;
+  if ((Space)in.aux[0] == Space::Global)
+    x.cl->stat_global_st += (uint64_t)__builtin_popcount(mask) * eb * n;
 }
 
 enum AtomOp : uint32_t { kAnd, kOr, kXor, kExch, kAdd, kInc, kDec, kMin, kMax, kCas };
@@ -75,16 +79,26 @@ template <class T>
 T int_atom(uint32_t op, T old, T b, T c) {
   using Un = std::make_unsigned_t<T>;
   switch (op) {
-    case kAnd: return old & b;
-    case kOr: return old | b;
-    case kXor: return old ^ b;
-    case kExch: return b;
-    case kAdd: return (T)((Un)old + (Un)b);
-    case kInc: return (Un)old >= (Un)b ? 0 : old + 1;
-    case kDec: return old == 0 || (Un)old > (Un)b ? b : old - 1;
-    case kMin: return old < b ? old : b;
-    case kMax: return old > b ? old : b;
-    default: return old == b ? c : old;
+    case kAnd:
+      return old & b;
+    case kOr:
+      return old | b;
+    case kXor:
+      return old ^ b;
+    case kExch:
+      return b;
+    case kAdd:
+      return (T)((Un)old + (Un)b);
+    case kInc:
+      return (Un)old >= (Un)b ? 0 : old + 1;
+    case kDec:
+      return old == 0 || (Un)old > (Un)b ? b : old - 1;
+    case kMin:
+      return old < b ? old : b;
+    case kMax:
+      return old > b ? old : b;
+    default:
+      return old == b ? c : old;
   }
 }
 double float_atom(uint32_t op, double old, double b) {
@@ -97,7 +111,10 @@ double float_atom(uint32_t op, double old, double b) {
 uint64_t half_atom(uint32_t op, uint64_t old, uint64_t b, const FloatFormat& f, int n) {
   uint64_t r = 0;
   for (int h = 0; h < n; ++h)
-    r |= (uint64_t)encode(float_atom(op, decode((uint16_t)(old >> 16 * h), f), decode((uint16_t)(b >> 16 * h), f)), f, Round::RN, false) << 16 * h;
+    r |= (uint64_t)encode(float_atom(op, decode((uint16_t)(old >> 16 * h), f),
+                                     decode((uint16_t)(b >> 16 * h), f)),
+                          f, Round::RN, false)
+         << 16 * h;
   return r;
 }
 }  // namespace
@@ -105,32 +122,46 @@ uint64_t half_atom(uint32_t op, uint64_t old, uint64_t b, const FloatFormat& f, 
 // One element of an atomic or reduction. Also what TMA reductions apply.
 uint64_t atomic_value(uint32_t op, Ty t, uint64_t old, uint64_t b, uint64_t c) {
   switch (t) {
-    case Ty::S32: return (uint32_t)int_atom<int32_t>(op, (int32_t)old, (int32_t)b, (int32_t)c);
-    case Ty::S64: return (uint64_t)int_atom<int64_t>(op, (int64_t)old, (int64_t)b, (int64_t)c);
-    case Ty::U64: case Ty::B64: return int_atom<uint64_t>(op, old, b, c);
+    case Ty::S32:
+      return (uint32_t)int_atom<int32_t>(op, (int32_t)old, (int32_t)b, (int32_t)c);
+    case Ty::S64:
+      return (uint64_t)int_atom<int64_t>(op, (int64_t)old, (int64_t)b, (int64_t)c);
+    case Ty::U64:
+    case Ty::B64:
+      return int_atom<uint64_t>(op, old, b, c);
     case Ty::F32:
       if (op == kAdd) return as_bits(as_float((uint32_t)old) + as_float((uint32_t)b));
       if (op == kExch) return (uint32_t)b;
       return as_bits((float)float_atom(op, as_float((uint32_t)old), as_float((uint32_t)b)));
-    case Ty::F64: return op == kAdd ? as_bits(as_double(old) + as_double(b)) : as_bits(float_atom(op, as_double(old), as_double(b)));
-    case Ty::F16: return half_atom(op, old, b, kF16, 1);
-    case Ty::F16x2: return half_atom(op, old, b, kF16, 2);
-    case Ty::BF16: return half_atom(op, old, b, kBF16, 1);
-    case Ty::BF16x2: return half_atom(op, old, b, kBF16, 2);
-    case Ty::B16: return (uint16_t)int_atom<uint16_t>(op, (uint16_t)old, (uint16_t)b, (uint16_t)c);
-    default: return int_atom<uint32_t>(op, (uint32_t)old, (uint32_t)b, (uint32_t)c);
+    case Ty::F64:
+      return op == kAdd ? as_bits(as_double(old) + as_double(b))
+                        : as_bits(float_atom(op, as_double(old), as_double(b)));
+    case Ty::F16:
+      return half_atom(op, old, b, kF16, 1);
+    case Ty::F16x2:
+      return half_atom(op, old, b, kF16, 2);
+    case Ty::BF16:
+      return half_atom(op, old, b, kBF16, 1);
+    case Ty::BF16x2:
+      return half_atom(op, old, b, kBF16, 2);
+    case Ty::B16:
+      return (uint16_t)int_atom<uint16_t>(op, (uint16_t)old, (uint16_t)b, (uint16_t)c);
+    default:
+      return int_atom<uint32_t>(op, (uint32_t)old, (uint32_t)b, (uint32_t)c);
   }
 }
 
 uint32_t atomic_op(const Decode& d) {
-  static const char* const k[] = {"and", "or", "xor", "exch", "add", "inc", "dec", "min", "max", "cas"};
+  static const char* const k[] = {"and", "or",  "xor", "exch", "add",
+                                  "inc", "dec", "min", "max",  "cas"};
   for (uint32_t i = 0; i < 10; ++i)
     if (d.has(k[i])) return i;
   d.fail("no operation");
 }
 
 namespace {
-void do_atom(Exec& x, const Instr& in, uint32_t mask) {  // aux: space | red << 8, operation, type, elements
+void do_atom(Exec& x, const Instr& in,
+             uint32_t mask) {  // aux: space | red << 8, operation, type, elements
   const bool red = in.aux[0] >> 8;
   const Space sp = (Space)(in.aux[0] & 255);
   const Ty t = (Ty)in.aux[2];
@@ -148,7 +179,8 @@ void do_atom(Exec& x, const Instr& in, uint32_t mask) {  // aux: space | red << 
     int l = first_lane(b);
     Ref r = resolve(x, sp, a[l], eb * n, Access::Atomic, l);
     for (uint32_t k = 0; k < n; ++k) {
-      uint64_t old = 0, v = src_lane(x, elems[k], l), c = in.nops > 3 && in.aux[1] == kCas ? src_lane(x, in.op[3], l) : 0;
+      uint64_t old = 0, v = src_lane(x, elems[k], l),
+               c = in.nops > 3 && in.aux[1] == kCas ? src_lane(x, in.op[3], l) : 0;
       std::memcpy(&old, r.p + k * eb, eb);
       if (eb < 8) v &= (1ull << 8 * eb) - 1;
       uint64_t nv = atomic_value(in.aux[1], t, old, v, c);
@@ -166,12 +198,15 @@ void do_ldmatrix(Exec& x, const Instr& in, uint32_t mask) {  // aux: matrices, t
   uint64_t a[32];
   addresses(x, in.op[1], a);
   uint16_t rows[4][8][8];
-  for (uint32_t i = 0; i < 8 * n; ++i) std::memcpy(rows[i / 8][i % 8], resolve(x, Space::Shared, a[i], 16, Access::Read, (int)i).p, 16);
+  for (uint32_t i = 0; i < 8 * n; ++i)
+    std::memcpy(rows[i / 8][i % 8], resolve(x, Space::Shared, a[i], 16, Access::Read, (int)i).p,
+                16);
   for (uint32_t k = 0; k < n; ++k) {
     uint32_t out[32];
     for (int t = 0; t < 32; ++t) {
       int r = t / 4, c = 2 * (t % 4);
-      out[t] = in.aux[1] ? (uint32_t)rows[k][c + 1][r] << 16 | rows[k][c][r] : (uint32_t)rows[k][r][c + 1] << 16 | rows[k][r][c];
+      out[t] = in.aux[1] ? (uint32_t)rows[k][c + 1][r] << 16 | rows[k][c][r]
+                         : (uint32_t)rows[k][r][c + 1] << 16 | rows[k][r][c];
     }
     put(x, elems[k], out, kFull);
   }
@@ -191,8 +226,10 @@ void do_stmatrix(Exec& x, const Instr& in, uint32_t mask) {
     for (int t = 0; t < 32; ++t) {
       uint32_t w = (uint32_t)src_lane(x, elems[k], t);
       int r = t / 4, c = 2 * (t % 4);
-      if (in.aux[1]) rows[c][r] = (uint16_t)w, rows[c + 1][r] = (uint16_t)(w >> 16);
-      else rows[r][c] = (uint16_t)w, rows[r][c + 1] = (uint16_t)(w >> 16);
+      if (in.aux[1])
+        rows[c][r] = (uint16_t)w, rows[c + 1][r] = (uint16_t)(w >> 16);
+      else
+        rows[r][c] = (uint16_t)w, rows[r][c + 1] = (uint16_t)(w >> 16);
     }
     for (uint32_t i = 0; i < 8; ++i) {
       Ref r = resolve(x, Space::Shared, a[8 * k + i], 16, Access::Write, (int)(8 * k + i));
@@ -203,14 +240,18 @@ void do_stmatrix(Exec& x, const Instr& in, uint32_t mask) {
 }
 
 uint64_t window(Space s) {
-  return s == Space::Shared || s == Space::SharedCluster ? kWinShared : s == Space::Local ? kWinLocal : s == Space::Param ? kWinParam : 0;
+  return s == Space::Shared || s == Space::SharedCluster ? kWinShared
+         : s == Space::Local                             ? kWinLocal
+         : s == Space::Param                             ? kWinParam
+                                                         : 0;
 }
 
 void do_cvta(Exec& x, const Instr& in, uint32_t mask) {  // aux: space, to
   uint64_t ta[32], out[32];
   const uint64_t* a = src(x, in.op[1], ta);
   const uint64_t win = window((Space)in.aux[0]);
-  for (int i = 0; i < 32; ++i) out[i] = !win ? a[i] : in.aux[1] ? (a[i] & 0xFFFFFFFFull) : ((a[i] & 0xFFFFFFFFull) | win);
+  for (int i = 0; i < 32; ++i)
+    out[i] = !win ? a[i] : in.aux[1] ? (a[i] & 0xFFFFFFFFull) : ((a[i] & 0xFFFFFFFFull) | win);
   put(x, in.op[0], out, mask);
 }
 
@@ -234,7 +275,11 @@ void do_mapa(Exec& x, const Instr& in, uint32_t mask) {
   const uint64_t* a = src(x, in.op[1], ta);
   const uint32_t* b = src(x, in.op[2], tb);
   for (int i = 0; i < 32; ++i) {
-    if (mask >> i & 1 && b[i] >= x.cl->ctas.size()) throw Fault("bounds", "mapa to CTA rank " + std::to_string(b[i]) + " of a cluster of " + std::to_string(x.cl->ctas.size()), i);
+    if (mask >> i & 1 && b[i] >= x.cl->ctas.size())
+      throw Fault("bounds",
+                  "mapa to CTA rank " + std::to_string(b[i]) + " of a cluster of " +
+                      std::to_string(x.cl->ctas.size()),
+                  i);
     out[i] = (a[i] & ~0xFF000000ull) | (uint64_t)b[i] << 24;
   }
   put(x, in.op[0], out, mask);
@@ -276,18 +321,23 @@ void do_st_async(Exec& x, const Instr& in, uint32_t mask) {  // aux: element byt
   }
 }
 
-uint32_t vector_len(const Decode& d) { return d.has("v2") ? 2 : d.has("v4") ? 4 : d.has("v8") ? 8 : 1; }
+uint32_t vector_len(const Decode& d) {
+  return d.has("v2") ? 2 : d.has("v4") ? 4 : d.has("v8") ? 8 : 1;
+}
 
 }  // namespace
 
 ExecFn ld(Decode& d) {
   d.want(2, 3), d.mem(1);
   uint32_t n = vector_len(d), eb = type_bytes(d.type());
-  if (n > 1) d.vec(0, n, n);
-  else d.dst(0);
+  if (n > 1)
+    d.vec(0, n, n);
+  else
+    d.dst(0);
   Space s = space_of(d);
   if (n * eb > 32 || (n * eb == 32 && s != Space::Global)) d.fail("vector too wide");
-  if (d.ops[1].has_space && d.ops[1].space == Space::Local && s == Space::Param) s = Space::Local;  // call-site .param
+  if (d.ops[1].has_space && d.ops[1].space == Space::Local && s == Space::Param)
+    s = Space::Local;  // call-site .param
   if (s == Space::Const) s = Space::Global;
   d.in.aux[0] = (uint32_t)s;
   d.in.aux[1] = eb;
@@ -298,8 +348,10 @@ ExecFn ld(Decode& d) {
 ExecFn st(Decode& d) {
   d.want(2, 3), d.mem(0);
   uint32_t n = vector_len(d), eb = type_bytes(d.type());
-  if (n > 1) d.vec(1, n, n);
-  else d.data(1);
+  if (n > 1)
+    d.vec(1, n, n);
+  else
+    d.data(1);
   Space s = space_of(d);
   if (n * eb > 32 || (n * eb == 32 && s != Space::Global)) d.fail("vector too wide");
   if (s == Space::Param) s = Space::Local;
@@ -314,8 +366,10 @@ ExecFn atom(Decode& d) {
   if (d.type() == Ty::B128) d.fail("128-bit atomics are not supported");
   if (!red) d.dst(0);
   uint32_t n = vector_len(d);
-  if (n > 1) d.vec(red ? 1 : 2, n, n);
-  else d.data(red ? 1 : 2);
+  if (n > 1)
+    d.vec(red ? 1 : 2, n, n);
+  else
+    d.data(red ? 1 : 2);
   d.in.aux[0] = (uint32_t)space_of(d) | (red ? 256u : 0u);
   d.in.aux[1] = atomic_op(d);
   d.in.aux[2] = (uint32_t)d.type();
@@ -327,16 +381,20 @@ ExecFn ldmatrix(Decode& d) {
   d.want(2, 2), d.mem(1);
   d.in.aux[0] = d.has("x1") ? 1 : d.has("x2") ? 2 : 4;
   d.in.aux[1] = d.has("trans");
-  if (d.ops[0].kind == Operand::Vec) d.vec(0, d.in.aux[0], d.in.aux[0]);
-  else if (d.in.aux[0] > 1) d.fail("needs a vector of registers");
+  if (d.ops[0].kind == Operand::Vec)
+    d.vec(0, d.in.aux[0], d.in.aux[0]);
+  else if (d.in.aux[0] > 1)
+    d.fail("needs a vector of registers");
   return &do_ldmatrix;
 }
 ExecFn stmatrix(Decode& d) {
   d.want(2, 2), d.mem(0);
   d.in.aux[0] = d.has("x1") ? 1 : d.has("x2") ? 2 : 4;
   d.in.aux[1] = d.has("trans");
-  if (d.ops[1].kind == Operand::Vec) d.vec(1, d.in.aux[0], d.in.aux[0]);
-  else if (d.in.aux[0] > 1) d.fail("needs a vector of registers");
+  if (d.ops[1].kind == Operand::Vec)
+    d.vec(1, d.in.aux[0], d.in.aux[0]);
+  else if (d.in.aux[0] > 1)
+    d.fail("needs a vector of registers");
   return &do_stmatrix;
 }
 ExecFn cvta(Decode& d) {
@@ -365,8 +423,10 @@ ExecFn createpolicy(Decode& d) {
 ExecFn st_async(Decode& d) {
   d.want(3, 3), d.mem(0), d.mem(2);
   uint32_t n = vector_len(d);
-  if (n > 1) d.vec(1, n, n);
-  else d.data(1);
+  if (n > 1)
+    d.vec(1, n, n);
+  else
+    d.data(1);
   d.in.aux[0] = type_bytes(d.type());
   d.in.aux[1] = n;
   return &do_st_async;

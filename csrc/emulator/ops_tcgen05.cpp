@@ -1,4 +1,5 @@
-// tcgen05: tensor memory allocation, ld/st, cp, mma and commit. Descriptors and tiles are in mma.cpp.
+// tcgen05: tensor memory allocation, ld/st, cp, mma and commit. Descriptors and tiles are in
+// mma.cpp.
 #include "mbarrier.h"
 #include "mma.h"
 #include "scheduler.h"
@@ -11,7 +12,9 @@ namespace {
 
 void need_columns(const Cta& c, uint32_t col, uint32_t n, const char* what) {
   if (!c.tmem.allocated(col, n))
-    throw Fault("tmem", std::string(what) + " touches columns " + std::to_string(col) + ".." + std::to_string(col + n - 1) + " of CTA " + std::to_string(c.rank) + ", which are not all allocated");
+    throw Fault("tmem", std::string(what) + " touches columns " + std::to_string(col) + ".." +
+                            std::to_string(col + n - 1) + " of CTA " + std::to_string(c.rank) +
+                            ", which are not all allocated");
 }
 
 // The CTAs that a cta_group names: this CTA, or its pair (ranks that differ in bit 0).
@@ -21,7 +24,9 @@ uint32_t group(Exec& x, uint32_t n, Cta** out) {
     return 1;
   }
   uint32_t r = x.cta->rank & ~1u;
-  if (r + 1 >= x.cl->ctas.size()) throw Fault("cta_group", "cta_group::2 in a cluster of " + std::to_string(x.cl->ctas.size()) + ": CTA " + std::to_string(x.cta->rank) + " has no peer");
+  if (r + 1 >= x.cl->ctas.size())
+    throw Fault("cta_group", "cta_group::2 in a cluster of " + std::to_string(x.cl->ctas.size()) +
+                                 ": CTA " + std::to_string(x.cta->rank) + " has no peer");
   out[0] = x.cl->ctas[r].get();
   out[1] = x.cl->ctas[r + 1].get();
   return 2;
@@ -32,7 +37,9 @@ void do_alloc(Exec& x, const Instr& in, uint32_t mask) {
   int l = first_lane(mask);
   uint32_t n = (uint32_t)src_lane(x, in.op[1], l);
   Tmem& t = x.cta->tmem;
-  if (n < 32 || n > 512 || (n & (n - 1))) throw Fault("tmem", "tcgen05.alloc of " + std::to_string(n) + " columns (power of two, 32..512)");
+  if (n < 32 || n > 512 || (n & (n - 1)))
+    throw Fault("tmem",
+                "tcgen05.alloc of " + std::to_string(n) + " columns (power of two, 32..512)");
   if (t.relinquished) throw Fault("tmem", "tcgen05.alloc after relinquish_alloc_permit");
   int c = t.alloc(n, in.line);
   if (c < 0) return x.block(Why::TmemAlloc, n, 0, &t.gen);
@@ -45,8 +52,11 @@ void do_alloc(Exec& x, const Instr& in, uint32_t mask) {
 
 void do_dealloc(Exec& x, const Instr& in, uint32_t mask) {
   if (!converge(x, kFull)) return;
-  uint32_t a = (uint32_t)src_lane(x, in.op[0], first_lane(mask)) & kTmemAddrMask, n = (uint32_t)src_lane(x, in.op[1], first_lane(mask));
-  if (!x.cta->tmem.dealloc(a & 511, n)) throw Fault("tmem", "tcgen05.dealloc of columns " + std::to_string(a & 511) + " + " + std::to_string(n) + ": no such allocation");
+  uint32_t a = (uint32_t)src_lane(x, in.op[0], first_lane(mask)) & kTmemAddrMask,
+           n = (uint32_t)src_lane(x, in.op[1], first_lane(mask));
+  if (!x.cta->tmem.dealloc(a & 511, n))
+    throw Fault("tmem", "tcgen05.dealloc of columns " + std::to_string(a & 511) + " + " +
+                            std::to_string(n) + ": no such allocation");
   ++x.cl->events;
 }
 
@@ -54,33 +64,50 @@ void do_relinquish(Exec& x, const Instr&, uint32_t) {
   if (converge(x, kFull)) x.cta->tmem.relinquished = true;
 }
 
-// Where register j of thread t lives: lane offset and column offset. One row of the table in blackwell-isa §4.1.
+// Where register j of thread t lives: lane offset and column offset. One row of the table in
+// blackwell-isa §4.1.
 struct Cell {
   uint32_t lane, col;
 };
 template <int S>
 inline Cell cell(uint32_t t, uint32_t j, uint32_t half) {
-  if constexpr (S == 0) return {t, j};                                                                     // 32x32b
-  else if constexpr (S == 1) return {t / 4 + 8 * (t & 1), 2 * j + (t >> 1 & 1)};                           // 16x64b
-  else if constexpr (S == 2) return {t / 4 + 8 * (j & 1), 4 * (j >> 1) + (t & 3)};                         // 16x128b
-  else if constexpr (S == 3) return {t / 4 + 8 * (j >> 1 & 1), 8 * (j >> 2) + 2 * (t & 3) + (j & 1)};      // 16x256b
-  else return {t % 16, j + (t >= 16 ? half : 0)};                                                          // 16x32bx2
+  if constexpr (S == 0)
+    return {t, j};  // 32x32b
+  else if constexpr (S == 1)
+    return {t / 4 + 8 * (t & 1), 2 * j + (t >> 1 & 1)};  // 16x64b
+  else if constexpr (S == 2)
+    return {t / 4 + 8 * (j & 1), 4 * (j >> 1) + (t & 3)};  // 16x128b
+  else if constexpr (S == 3)
+    return {t / 4 + 8 * (j >> 1 & 1), 8 * (j >> 2) + 2 * (t & 3) + (j & 1)};  // 16x256b
+  else
+    return {t % 16, j + (t >= 16 ? half : 0)};  // 16x32bx2
 }
 
 struct Access2 {
   uint32_t lane0, col0, half;
 };
 
-// aux: shape, registers, 16-bit packing. Checks the address and that every column which will be touched is allocated.
-Access2 tmem_access(Exec& x, const Instr& in, const Operand& mem, const Operand* imm, uint32_t mask) {
+// aux: shape, registers, 16-bit packing. Checks the address and that every column which will be
+// touched is allocated.
+Access2 tmem_access(Exec& x, const Instr& in, const Operand& mem, const Operand* imm,
+                    uint32_t mask) {
   uint32_t a = (uint32_t)address_of(x, mem, first_lane(mask));
   for (uint32_t m = mask; m; m &= m - 1)
-    if ((uint32_t)address_of(x, mem, first_lane(m)) != a) throw Fault("tmem", "tensor memory address differs between lanes: " + hex(a) + " and " + hex(address_of(x, mem, first_lane(m))), first_lane(m));
+    if ((uint32_t)address_of(x, mem, first_lane(m)) != a)
+      throw Fault("tmem",
+                  "tensor memory address differs between lanes: " + hex(a) + " and " +
+                      hex(address_of(x, mem, first_lane(m))),
+                  first_lane(m));
   a &= kTmemAddrMask;
   uint32_t lane = a >> 16, quarter = x.w->id % 4;
-  if (lane / 32 != 0 && lane / 32 != quarter) throw Fault("tmem", "warp " + std::to_string(x.w->id) + " accesses lane " + std::to_string(lane) + "; it reaches lanes " + std::to_string(32 * quarter) + ".." + std::to_string(32 * quarter + 31));
+  if (lane / 32 != 0 && lane / 32 != quarter)
+    throw Fault("tmem", "warp " + std::to_string(x.w->id) + " accesses lane " +
+                            std::to_string(lane) + "; it reaches lanes " +
+                            std::to_string(32 * quarter) + ".." +
+                            std::to_string(32 * quarter + 31));
   uint32_t sub = lane & 31, shape = in.aux[0];
-  if (shape == 0 ? sub != 0 : (sub != 0 && sub != 16)) throw Fault("tmem", "lane " + std::to_string(lane) + " is not a legal base for this shape");
+  if (shape == 0 ? sub != 0 : (sub != 0 && sub != 16))
+    throw Fault("tmem", "lane " + std::to_string(lane) + " is not a legal base for this shape");
   Access2 r{32 * quarter + sub, a & 511, imm ? (uint32_t)imm->imm : 0};
   static const uint32_t kRegsPerRow[] = {1, 1, 2, 4, 1}, kColsPerRow[] = {1, 2, 4, 8, 1};
   uint32_t cols = in.aux[1] / kRegsPerRow[shape] * kColsPerRow[shape];
@@ -98,27 +125,33 @@ void do_ld(Exec& x, const Instr& in, uint32_t mask) {
   const Operand* regs = in.op[0].kind == Operand::Vec ? in.op[0].sub : &in.op[0];
   const bool check = x.m->opt.checks.uninit;
   auto word = [&](uint32_t lane, uint32_t col) {
-    if (check && !(t.written(col)[lane / 32] >> lane % 32 & 1)) throw Fault("uninit", "tcgen05.ld of lane " + std::to_string(lane) + ", column " + std::to_string(col) + ", which was never written");
+    if (check && !(t.written(col)[lane / 32] >> lane % 32 & 1))
+      throw Fault("uninit", "tcgen05.ld of lane " + std::to_string(lane) + ", column " +
+                                std::to_string(col) + ", which was never written");
     return t.col(col)[lane];
   };
   for (uint32_t j = 0; j < in.aux[1]; ++j) {
     uint32_t v[32];
     if (S == 0 && !in.aux[2]) {
       uint32_t col = a.col0 + j;
-      if (check && t.written(col)[a.lane0 / 32] != kFull) word(a.lane0 + (uint32_t)__builtin_ctz(~t.written(col)[a.lane0 / 32]), col);
+      if (check && t.written(col)[a.lane0 / 32] != kFull)
+        word(a.lane0 + (uint32_t)__builtin_ctz(~t.written(col)[a.lane0 / 32]), col);
       std::memcpy(v, t.col(col) + a.lane0, sizeof v);
     } else {
       for (uint32_t i = 0; i < 32; ++i) {
         Cell c = cell<S>(i, j, a.half);
         uint32_t lane = a.lane0 + c.lane;
-        v[i] = in.aux[2] ? (word(lane, a.col0 + 2 * c.col) & 0xFFFF) | word(lane, a.col0 + 2 * c.col + 1) << 16 : word(lane, a.col0 + c.col);
+        v[i] = in.aux[2] ? (word(lane, a.col0 + 2 * c.col) & 0xFFFF) |
+                               word(lane, a.col0 + 2 * c.col + 1) << 16
+                         : word(lane, a.col0 + c.col);
       }
     }
     put(x, regs[j], v, kFull);
   }
 }
 
-// A store's values are taken now; it reaches tensor memory at the latest when the warp waits for it.
+// A store's values are taken now; it reaches tensor memory at the latest when the warp waits for
+// it.
 template <int S>
 void do_st(Exec& x, const Instr& in, uint32_t mask) {
   if (!converge(x, kFull)) return;
@@ -171,9 +204,14 @@ void do_commit(Exec& x, const Instr& in, uint32_t mask) {  // aux: multicast
     std::vector<Ref> refs;
     if (in.aux[0]) {
       uint32_t ctas = (uint32_t)src_lane(x, in.op[1], l) & 0xFFFF;
-      if (ctas >> x.cl->ctas.size()) throw Fault("bounds", "commit mask " + hex(ctas) + " names CTAs outside a cluster of " + std::to_string(x.cl->ctas.size()), l);
+      if (ctas >> x.cl->ctas.size())
+        throw Fault("bounds",
+                    "commit mask " + hex(ctas) + " names CTAs outside a cluster of " +
+                        std::to_string(x.cl->ctas.size()),
+                    l);
       for (uint32_t r = 0; r < x.cl->ctas.size(); ++r)
-        if (ctas >> r & 1) refs.push_back(shared_ref(*x.cl, (a & 0xFFFFFF) | r << 24, 8, "tcgen05.commit"));
+        if (ctas >> r & 1)
+          refs.push_back(shared_ref(*x.cl, (a & 0xFFFFFF) | r << 24, 8, "tcgen05.commit"));
     } else {
       refs.push_back(shared_ref(*x.cl, a, 8, "tcgen05.commit"));
     }
@@ -193,16 +231,20 @@ void do_commit(Exec& x, const Instr& in, uint32_t mask) {  // aux: multicast
 }
 
 void add_read(AsyncOp& op, uint32_t cta, uint32_t lo, uint32_t n) {
-  if (!op.reads.empty() && op.reads.back().cta == cta && op.reads.back().hi == lo) op.reads.back().hi = lo + n;
-  else op.reads.push_back({cta, lo, lo + n});
+  if (!op.reads.empty() && op.reads.back().cta == cta && op.reads.back().hi == lo)
+    op.reads.back().hi = lo + n;
+  else
+    op.reads.push_back({cta, lo, lo + n});
 }
 
-// aux: shape 0 128x256b, 1 128x128b, 2 4x256b, 3 64x128b 02_13, 4 64x128b 01_23, 5 32x128b; cta group
+// aux: shape 0 128x256b, 1 128x128b, 2 4x256b, 3 64x128b 02_13, 4 64x128b 01_23, 5 32x128b; cta
+// group
 void do_cp(Exec& x, const Instr& in, uint32_t mask) {
   static const uint32_t kRows[] = {128, 128, 4, 64, 64, 32}, kBytes[] = {32, 16, 32, 16, 16, 16};
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = first_lane(m);
-    uint32_t a = (uint32_t)address_of(x, in.op[0], l) & kTmemAddrMask, col = a & 511, shape = in.aux[0];
+    uint32_t a = (uint32_t)address_of(x, in.op[0], l) & kTmemAddrMask, col = a & 511,
+             shape = in.aux[0];
     SmemDesc s = decode_smem_desc(src_lane(x, in.op[1], l), "tcgen05.cp source");
     Cta* g[2];
     uint32_t n = group(x, in.aux[1], g), rows = kRows[shape], bytes = kBytes[shape];
@@ -242,7 +284,8 @@ void do_cp(Exec& x, const Instr& in, uint32_t mask) {
   }
 }
 
-// aux: kind, cta group, block scaled, index of the disable vector (0 none). aux[3] >> 8: index of the scale-input immediate.
+// aux: kind, cta group, block scaled, index of the disable vector (0 none). aux[3] >> 8: index of
+// the scale-input immediate.
 MmaOp read_mma(Exec& x, const Instr& in, int l) {
   MmaOp o;
   o.kind = (Kind)in.aux[0];
@@ -250,8 +293,10 @@ MmaOp read_mma(Exec& x, const Instr& in, int l) {
   o.line = in.line;
   o.d_addr = (uint32_t)address_of(x, in.op[0], l) & kTmemAddrMask;
   o.a_tmem = in.op[1].kind == Operand::Mem;
-  if (o.a_tmem) o.a_addr = (uint32_t)address_of(x, in.op[1], l) & kTmemAddrMask;
-  else o.a = decode_smem_desc(src_lane(x, in.op[1], l), "A");
+  if (o.a_tmem)
+    o.a_addr = (uint32_t)address_of(x, in.op[1], l) & kTmemAddrMask;
+  else
+    o.a = decode_smem_desc(src_lane(x, in.op[1], l), "A");
   o.b = decode_smem_desc(src_lane(x, in.op[2], l), "B");
   decode_idesc((uint32_t)src_lane(x, in.op[3], l), &o);
   uint32_t p = 4;
@@ -261,7 +306,8 @@ MmaOp read_mma(Exec& x, const Instr& in, int l) {
     p = 6;
   } else if (in.aux[3] & 255) {
     const Operand& v = in.op[4];
-    for (uint32_t i = 0; i < v.count; ++i) o.disable[i] = (uint32_t)src_lane(x, v.sub[i], l), o.any_disabled |= o.disable[i] != 0;
+    for (uint32_t i = 0; i < v.count; ++i)
+      o.disable[i] = (uint32_t)src_lane(x, v.sub[i], l), o.any_disabled |= o.disable[i] != 0;
     p = 5;
   }
   o.accumulate = pred(x, in.op[p]) >> l & 1;
@@ -274,18 +320,26 @@ void check_written_tmem(Cta& c, uint32_t col, uint32_t cols, uint32_t lanes, con
   for (uint32_t k = 0; k < cols; ++k)
     for (uint32_t q = 0; q < lanes / 32; ++q)
       if (c.tmem.written(col + k)[q] != kFull)
-        throw Fault("uninit", std::string(what) + " in column " + std::to_string(col + k) + " of CTA " + std::to_string(c.rank) + ": lane " + std::to_string(32 * q + (uint32_t)__builtin_ctz(~c.tmem.written(col + k)[q])) + " was never written");
+        throw Fault(
+            "uninit",
+            std::string(what) + " in column " + std::to_string(col + k) + " of CTA " +
+                std::to_string(c.rank) + ": lane " +
+                std::to_string(32 * q + (uint32_t)__builtin_ctz(~c.tmem.written(col + k)[q])) +
+                " was never written");
 }
 
 void check_mma_tmem(const MmaOp& o, Cta& c, const Options& opt) {
   const bool split = o.ctas == 2 && o.m == 128;
   if (!opt.checks.uninit) return;
-  const uint32_t lanes = o.ctas == 1 && o.m == 64 ? 0 : 128;  // layout F uses half the lanes of each quarter
-  if (o.accumulate) check_written_tmem(c, o.d_addr & 511, split ? o.n / 2 : o.n, lanes, "accumulation onto D");
+  const uint32_t lanes =
+      o.ctas == 1 && o.m == 64 ? 0 : 128;  // layout F uses half the lanes of each quarter
+  if (o.accumulate)
+    check_written_tmem(c, o.d_addr & 511, split ? o.n / 2 : o.n, lanes, "accumulation onto D");
   if (o.a_tmem) check_written_tmem(c, o.a_addr & 511, 8, split ? 64 : lanes, "A operand");
   if (o.kind == Kind::MXF8) {
     check_written_tmem(c, o.sfa & 511, (o.m / o.ctas + 31) / 32, 128, "scale factors of A");
-    check_written_tmem(c, o.sfb & 511, ((split ? o.n / 2 : o.n) + 31) / 32, 128, "scale factors of B");
+    check_written_tmem(c, o.sfb & 511, ((split ? o.n / 2 : o.n) + 31) / 32, 128,
+                       "scale factors of B");
   }
 }
 
@@ -308,7 +362,8 @@ void do_mma(Exec& x, const Instr& in, uint32_t mask) {
       }
       const bool track = x.m->opt.order != Order::Eager;
       for_smem_chunks(o, c, [&](uint32_t off) {
-        if (off < kSmemBase || off + 16 > kSmemBase + g[c]->smem_bytes) shared_ref(*x.cl, g[c]->rank << 24 | off, 16, "tcgen05.mma operand");
+        if (off < kSmemBase || off + 16 > kSmemBase + g[c]->smem_bytes)
+          shared_ref(*x.cl, g[c]->rank << 24 | off, 16, "tcgen05.mma operand");
         check_async_read(*g[c], off, 16, "tcgen05.mma");
         if (track) add_read(op, g[c]->rank, off, 16);
       });
@@ -341,10 +396,13 @@ ExecFn ldst(Decode& d, bool ld) {
   d.in.aux[2] = d.has("pack::16b") || d.has("unpack::16b");
   bool imm = d.in.aux[0] == 4;
   d.want(imm ? 3 : 2, imm ? 3 : 2);
-  if (d.in.aux[1] == 1 && d.ops[r].kind != Operand::Vec) ld ? d.dst(r) : d.data(r);
-  else d.vec(r, d.in.aux[1], d.in.aux[1]);
+  if (d.in.aux[1] == 1 && d.ops[r].kind != Operand::Vec)
+    ld ? d.dst(r) : d.data(r);
+  else
+    d.vec(r, d.in.aux[1], d.in.aux[1]);
   d.mem(ld ? 1 : 0);
-  if (imm && d.ops[ld ? 2 : 1].kind != Operand::Const) d.fail("the split offset must be a constant");
+  if (imm && d.ops[ld ? 2 : 1].kind != Operand::Const)
+    d.fail("the split offset must be a constant");
   static const ExecFn kLd[] = {&do_ld<0>, &do_ld<1>, &do_ld<2>, &do_ld<3>, &do_ld<4>};
   static const ExecFn kSt[] = {&do_st<0>, &do_st<1>, &do_st<2>, &do_st<3>, &do_st<4>};
   return ld ? kLd[d.in.aux[0]] : kSt[d.in.aux[0]];
@@ -382,12 +440,17 @@ ExecFn tc_cp(Decode& d) {
   return &do_cp;
 }
 ExecFn tc_mma(Decode& d) {
-  d.in.aux[0] = (uint32_t)(d.has("kind::f16") ? Kind::F16 : d.has("kind::tf32") ? Kind::TF32 : d.has("kind::f8f6f4") ? Kind::F8 : Kind::MXF8);
+  d.in.aux[0] = (uint32_t)(d.has("kind::f16")      ? Kind::F16
+                           : d.has("kind::tf32")   ? Kind::TF32
+                           : d.has("kind::f8f6f4") ? Kind::F8
+                                                   : Kind::MXF8);
   d.in.aux[1] = cta_group(d);
   d.in.aux[2] = d.has("block_scale");
   d.want(5, 7), d.mem(0);
-  if (d.ops[1].kind == Operand::Mem) d.mem(1);
-  else d.data(1);
+  if (d.ops[1].kind == Operand::Mem)
+    d.mem(1);
+  else
+    d.data(1);
   d.data(2), d.data(3);
   if (d.in.aux[2]) {
     d.want(7, 7), d.mem(4), d.mem(5), d.pred_op(6);
@@ -402,7 +465,9 @@ ExecFn tc_mma(Decode& d) {
   }
   d.pred_op(p);
   if (d.ops.size() > p + 1) {
-    if (d.ops[p + 1].kind != Operand::Const || d.ops[p + 1].imm < 0 || d.ops[p + 1].imm > 15 || d.has("kind::f8f6f4")) d.fail("scale-input-d must be a constant 0..15, for f16 and tf32");
+    if (d.ops[p + 1].kind != Operand::Const || d.ops[p + 1].imm < 0 || d.ops[p + 1].imm > 15 ||
+        d.has("kind::f8f6f4"))
+      d.fail("scale-input-d must be a constant 0..15, for f16 and tf32");
     d.in.aux[3] |= (uint32_t)(p + 1) << 8;
   }
   return &do_mma;

@@ -19,17 +19,19 @@ struct Target {  // one destination CTA of a load: where the data goes and which
 
 TensorMap read_map(Exec& x, const Operand& mem, int lane) {
   uint64_t a = address_of(x, mem, lane);
-  if (a & 63) throw Fault("align", "tensor map address " + hex(a) + " is not 64-byte aligned", lane);
+  if (a & 63)
+    throw Fault("align", "tensor map address " + hex(a) + " is not 64-byte aligned", lane);
   uint8_t bytes[128];
   std::memcpy(bytes, resolve(x, Space::Generic, a, 128, Access::Read, lane, 64).p, 128);
   TensorMap t;
   std::string why;
-  if (!decode_map(bytes, &t, &why)) throw Fault("tensormap", "no valid tensor map at " + hex(a) + ": " + why, lane);
+  if (!decode_map(bytes, &t, &why))
+    throw Fault("tensormap", "no valid tensor map at " + hex(a) + ": " + why, lane);
   return t;
 }
 
-// Calls f(shared offset of 16-byte chunk before swizzling, coordinates of its first element) over the box.
-// Chunks of 16 bytes are the unit that swizzling moves.
+// Calls f(shared offset of 16-byte chunk before swizzling, coordinates of its first element) over
+// the box. Chunks of 16 bytes are the unit that swizzling moves.
 template <class F>
 void for_chunks(const TensorMap& t, const int32_t* c, F f) {
   const uint32_t es = t.elem_bytes(), n0 = t.box_elems(0), per = 16 / es;
@@ -48,17 +50,22 @@ void for_chunks(const TensorMap& t, const int32_t* c, F f) {
             in &= k >= 0 && k < (int64_t)t.dims[d];
             at += k * (int64_t)t.strides[d];
           }
-          for (uint32_t i0 = 0; i0 < n0; i0 += per, off += 16) f(off, at, in, (int64_t)c[0] + (int64_t)i0 * t.estride[0], std::min(per, n0 - i0));
+          for (uint32_t i0 = 0; i0 < n0; i0 += per, off += 16)
+            f(off, at, in, (int64_t)c[0] + (int64_t)i0 * t.estride[0], std::min(per, n0 - i0));
         }
 }
 
 void nan_fill(uint8_t* p, const TensorMap& t, uint32_t n) {
   uint32_t es = t.elem_bytes();
-  uint64_t v = t.dtype == 6 ? 0x7FFF : t.dtype == 9 ? 0x7FFF : es == 8 ? 0x7FFFFFFFFFFFFFFFull : 0x7FFFFFFF;
+  uint64_t v = t.dtype == 6   ? 0x7FFF
+               : t.dtype == 9 ? 0x7FFF
+               : es == 8      ? 0x7FFFFFFFFFFFFFFFull
+                              : 0x7FFFFFFF;
   for (uint32_t i = 0; i < n; ++i) std::memcpy(p + i * es, &v, es);
 }
 
-void run_tensor_load(Machine& m, const TensorMap& t, const int32_t* c, const std::vector<Target>& to) {
+void run_tensor_load(Machine& m, const TensorMap& t, const int32_t* c,
+                     const std::vector<Target>& to) {
   const uint32_t es = t.elem_bytes();
   for_chunks(t, c, [&](uint32_t off, int64_t at, bool in, int64_t x0, uint32_t n) {
     uint8_t buf[16] = {};
@@ -74,10 +81,12 @@ void run_tensor_load(Machine& m, const TensorMap& t, const int32_t* c, const std
     } else if (in) {
       for (uint32_t k = 0; k < n; ++k) {
         int64_t e = x0 + (int64_t)k * t.estride[0];
-        if (e >= 0 && e < (int64_t)t.dims[0]) std::memcpy(buf + k * es, global_at(m, t.address + at + e * es, es, false), es);
+        if (e >= 0 && e < (int64_t)t.dims[0])
+          std::memcpy(buf + k * es, global_at(m, t.address + at + e * es, es, false), es);
       }
     }
-    for (auto& d : to) std::memcpy(d.data.cta->smem.data() + swizzle_address(d.data.off + off, t.swizzle), buf, 16);
+    for (auto& d : to)
+      std::memcpy(d.data.cta->smem.data() + swizzle_address(d.data.off + off, t.swizzle), buf, 16);
   });
 }
 
@@ -90,45 +99,67 @@ void complete(Cluster& cl, const std::vector<Target>& to, uint32_t bytes) {
   }
 }
 
-// Destinations of a load. dst/bar are shared addresses; with a mask, the same offsets in every CTA that it names.
-std::vector<Target> targets(Exec& x, uint32_t dst, uint32_t bar, bool multicast, uint32_t ctas, bool pair, uint32_t bytes, int lane) {
+// Destinations of a load. dst/bar are shared addresses; with a mask, the same offsets in every CTA
+// that it names.
+std::vector<Target> targets(Exec& x, uint32_t dst, uint32_t bar, bool multicast, uint32_t ctas,
+                            bool pair, uint32_t bytes, int lane) {
   std::vector<Target> to;
   auto add = [&](uint32_t rank, uint32_t bar_rank) {
     Target t;
     t.data = shared_ref(*x.cl, (dst & 0xFFFFFF) | rank << 24, bytes, "async copy destination");
     t.bar = shared_ref(*x.cl, (bar & 0xFFFFFF) | bar_rank << 24, 8, "async copy mbarrier");
-    if (!Mbar::load(t.bar.p).valid) throw Fault("mbarrier", "async copy signals " + hex(t.bar.off) + " of CTA " + std::to_string(bar_rank) + ", which is no initialised mbarrier", lane);
-    if (x.cl->pending_reads) check_no_pending_read(*x.cl, *t.data.cta, t.data.off, bytes, "async copy");
+    if (!Mbar::load(t.bar.p).valid)
+      throw Fault("mbarrier",
+                  "async copy signals " + hex(t.bar.off) + " of CTA " + std::to_string(bar_rank) +
+                      ", which is no initialised mbarrier",
+                  lane);
+    if (x.cl->pending_reads)
+      check_no_pending_read(*x.cl, *t.data.cta, t.data.off, bytes, "async copy");
     to.push_back(t);
   };
   uint32_t parity = bar >> 24 & 1;
-  if (bar & 7) throw Fault("align", "mbarrier address " + hex(bar) + " is not 8-byte aligned", lane);
+  if (bar & 7)
+    throw Fault("align", "mbarrier address " + hex(bar) + " is not 8-byte aligned", lane);
   if (multicast) {
-    if (ctas >> x.cl->ctas.size()) throw Fault("bounds", "multicast mask " + hex(ctas) + " names CTAs outside a cluster of " + std::to_string(x.cl->ctas.size()), lane);
+    if (ctas >> x.cl->ctas.size())
+      throw Fault("bounds",
+                  "multicast mask " + hex(ctas) + " names CTAs outside a cluster of " +
+                      std::to_string(x.cl->ctas.size()),
+                  lane);
     for (uint32_t r = 0; r < x.cl->ctas.size(); ++r)
       if (ctas >> r & 1) add(r, pair ? (r & ~1u) | parity : r);
   } else {
     uint32_t r = dst >> 24;
     uint32_t b = bar >> 24;
-    if (pair ? (b >> 1) != (r >> 1) : b != r) throw Fault("mbarrier", "async copy to CTA " + std::to_string(r) + " signals a barrier of CTA " + std::to_string(b), lane);
+    if (pair ? (b >> 1) != (r >> 1) : b != r)
+      throw Fault("mbarrier",
+                  "async copy to CTA " + std::to_string(r) + " signals a barrier of CTA " +
+                      std::to_string(b),
+                  lane);
     add(r, b);
   }
   return to;
 }
 
 void coordinates(Exec& x, const Operand& mem, uint32_t rank, int lane, int32_t* c) {
-  for (uint32_t d = 0; d < 5; ++d) c[d] = d < rank ? (int32_t)src_lane(x, mem.sub[1].sub[d], lane) : 0;
+  for (uint32_t d = 0; d < 5; ++d)
+    c[d] = d < rank ? (int32_t)src_lane(x, mem.sub[1].sub[d], lane) : 0;
 }
 
 void do_tma_load(Exec& x, const Instr& in, uint32_t mask) {  // aux: rank, cta_group::2, multicast
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = first_lane(m);
     TensorMap t = read_map(x, in.op[1], l);
-    if (t.rank != in.aux[0]) throw Fault("tensormap", "rank " + std::to_string(t.rank) + " tensor map in a " + std::to_string(in.aux[0]) + "d copy", l);
+    if (t.rank != in.aux[0])
+      throw Fault("tensormap",
+                  "rank " + std::to_string(t.rank) + " tensor map in a " +
+                      std::to_string(in.aux[0]) + "d copy",
+                  l);
     int32_t c[5];
     coordinates(x, in.op[1], t.rank, l, c);
     uint32_t dst = shared_addr(x, in.op[0], l), bytes = t.box_bytes();
-    if (dst & 127) throw Fault("align", "tensor copy destination " + hex(dst) + " is not 128-byte aligned", l);
+    if (dst & 127)
+      throw Fault("align", "tensor copy destination " + hex(dst) + " is not 128-byte aligned", l);
     uint32_t ctas = in.aux[2] ? (uint32_t)src_lane(x, in.op[3], l) & 0xFFFF : 0;
     auto to = targets(x, dst, shared_addr(x, in.op[2], l), in.aux[2], ctas, in.aux[1], bytes, l);
     AsyncOp op;
@@ -147,14 +178,22 @@ BulkGroups& bulk_of(Exec& x, int lane) { return x.w->bulk[lane]; }
 
 Ty reduce_type(uint32_t dtype) {
   switch (dtype) {
-    case 2: return Ty::U32;
-    case 3: return Ty::S32;
-    case 4: return Ty::U64;
-    case 5: return Ty::S64;
-    case 6: return Ty::F16;
-    case 9: return Ty::BF16;
-    case 8: return Ty::F64;
-    default: return Ty::F32;
+    case 2:
+      return Ty::U32;
+    case 3:
+      return Ty::S32;
+    case 4:
+      return Ty::U64;
+    case 5:
+      return Ty::S64;
+    case 6:
+      return Ty::F16;
+    case 9:
+      return Ty::BF16;
+    case 8:
+      return Ty::F64;
+    default:
+      return Ty::F32;
   }
 }
 
@@ -174,12 +213,18 @@ void do_tma_store(Exec& x, const Instr& in, uint32_t mask) {  // aux: rank, redu
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = first_lane(m);
     TensorMap t = read_map(x, in.op[0], l);
-    if (t.rank != in.aux[0]) throw Fault("tensormap", "rank " + std::to_string(t.rank) + " tensor map in a " + std::to_string(in.aux[0]) + "d copy", l);
+    if (t.rank != in.aux[0])
+      throw Fault("tensormap",
+                  "rank " + std::to_string(t.rank) + " tensor map in a " +
+                      std::to_string(in.aux[0]) + "d copy",
+                  l);
     int32_t c[5];
     coordinates(x, in.op[0], t.rank, l, c);
     uint32_t s = shared_addr(x, in.op[1], l), bytes = t.box_bytes();
-    if (s & 127) throw Fault("align", "tensor copy source " + hex(s) + " is not 128-byte aligned", l);
-    if (s >> 24 != x.cta->rank) throw Fault("bounds", "tensor store from another CTA's shared memory", l);
+    if (s & 127)
+      throw Fault("align", "tensor copy source " + hex(s) + " is not 128-byte aligned", l);
+    if (s >> 24 != x.cta->rank)
+      throw Fault("bounds", "tensor store from another CTA's shared memory", l);
     Ref r = shared_ref(*x.cl, s, bytes, "tensor store source");
     check_async_read(*r.cta, r.off, bytes, "TMA store");
     auto& g = bulk_of(x, l);
@@ -199,8 +244,11 @@ void do_tma_store(Exec& x, const Instr& in, uint32_t mask) {  // aux: rank, redu
         if (lo >= hi) return;
         uint64_t addr = t.address + at + (x0 + lo) * es;
         uint8_t* d = global_at(*cl->m, addr, (hi - lo) * es, true);
-        if (reduce) reduce_bytes(*cl->m, d, p + lo * es, (uint32_t)(hi - lo) * es, reduce_type(t.dtype), what);
-        else std::memcpy(d, p + lo * es, (hi - lo) * es);
+        if (reduce)
+          reduce_bytes(*cl->m, d, p + lo * es, (uint32_t)(hi - lo) * es, reduce_type(t.dtype),
+                       what);
+        else
+          std::memcpy(d, p + lo * es, (hi - lo) * es);
       });
       --*count;
     };
@@ -211,11 +259,14 @@ void do_tma_store(Exec& x, const Instr& in, uint32_t mask) {  // aux: rank, redu
 
 uint32_t bulk_size(Exec& x, const Operand& o, int l) {
   uint32_t n = (uint32_t)src_lane(x, o, l);
-  if (n & 15) throw Fault("align", "bulk copy of " + std::to_string(n) + " bytes is not a multiple of 16", l);
+  if (n & 15)
+    throw Fault("align", "bulk copy of " + std::to_string(n) + " bytes is not a multiple of 16", l);
   return n;
 }
 void bulk_align(uint64_t a, const char* what, int l) {
-  if (a & 15) throw Fault("align", std::string("bulk copy ") + what + " " + hex(a) + " is not 16-byte aligned", l);
+  if (a & 15)
+    throw Fault("align",
+                std::string("bulk copy ") + what + " " + hex(a) + " is not 16-byte aligned", l);
 }
 
 void do_bulk_load(Exec& x, const Instr& in, uint32_t mask) {  // aux: multicast
@@ -243,7 +294,8 @@ void do_bulk_load(Exec& x, const Instr& in, uint32_t mask) {  // aux: multicast
 void do_bulk_s2s(Exec& x, const Instr& in, uint32_t mask) {
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = first_lane(m);
-    uint32_t dst = shared_addr(x, in.op[0], l), s = shared_addr(x, in.op[1], l), n = bulk_size(x, in.op[2], l);
+    uint32_t dst = shared_addr(x, in.op[0], l), s = shared_addr(x, in.op[1], l),
+             n = bulk_size(x, in.op[2], l);
     bulk_align(dst, "destination", l), bulk_align(s, "source", l);
     if (!n) continue;
     Ref r = shared_ref(*x.cl, s, n, "bulk copy source");
@@ -275,9 +327,12 @@ void do_bulk_store(Exec& x, const Instr& in, uint32_t mask) {  // aux: reduce, o
     AsyncOp op;
     op.origin = where(x);
     op.reads.push_back({r.cta->rank, r.off, r.off + n});
-    op.run = [cl = x.cl, r, p, n, count = g.open, red = in.aux[0], what = in.aux[1], t = (Ty)in.aux[2]] {
-      if (red) reduce_bytes(*cl->m, p, r.p, n, t, what);
-      else std::memcpy(p, r.p, n);
+    op.run = [cl = x.cl, r, p, n, count = g.open, red = in.aux[0], what = in.aux[1],
+              t = (Ty)in.aux[2]] {
+      if (red)
+        reduce_bytes(*cl->m, p, r.p, n, t, what);
+      else
+        std::memcpy(p, r.p, n);
       --*count;
     };
     x.cl->stat_tma_store += n;
@@ -302,9 +357,11 @@ void do_bulk_group(Exec& x, const Instr& in, uint32_t mask) {  // aux: wait, N
 void tensor_operand(const Decode& d, size_t i, uint32_t rank) {
   d.mem(i, 2);
   auto& c = d.ops[i].sub[1];
-  if (c.kind != Operand::Vec || c.count != rank) d.fail("needs " + std::to_string(rank) + " coordinates");
+  if (c.kind != Operand::Vec || c.count != rank)
+    d.fail("needs " + std::to_string(rank) + " coordinates");
   for (uint32_t k = 0; k < rank; ++k)
-    if (c.sub[k].kind != Operand::Reg && c.sub[k].kind != Operand::Const) d.fail("coordinates must be registers or constants");
+    if (c.sub[k].kind != Operand::Reg && c.sub[k].kind != Operand::Const)
+      d.fail("coordinates must be registers or constants");
 }
 uint32_t rank_of(const Decode& d) {
   for (auto& m : d.mods)

@@ -1,4 +1,5 @@
-// PTX text -> RawModule. Scopes matter: inline asm opens `{ ... }` blocks that redeclare registers and labels.
+// PTX text -> RawModule. Scopes matter: inline asm opens `{ ... }` blocks that redeclare registers
+// and labels.
 #include <cctype>
 #include <cstdlib>
 #include <cstring>
@@ -8,11 +9,13 @@
 namespace flash_attn_mx::emu {
 namespace {
 
-constexpr int kMaxDepth = 64;           // nesting of scopes and operands
+constexpr int kMaxDepth = 64;             // nesting of scopes and operands
 constexpr uint64_t kMaxBytes = 1u << 30;  // one variable
 constexpr int kMaxRegs = 1 << 22;
 
-bool ident_start(char c) { return std::isalpha((unsigned char)c) || c == '_' || c == '$' || c == '%'; }
+bool ident_start(char c) {
+  return std::isalpha((unsigned char)c) || c == '_' || c == '$' || c == '%';
+}
 bool ident_char(char c) { return std::isalnum((unsigned char)c) || c == '_' || c == '$'; }
 
 struct TypeInfo {
@@ -22,9 +25,9 @@ struct TypeInfo {
 
 bool type_info(const std::string& t, TypeInfo* out) {
   static const std::unordered_map<std::string, uint32_t> kTypes = {
-      {"b8", 1},  {"u8", 1},  {"s8", 1},   {"b16", 2}, {"u16", 2}, {"s16", 2},   {"f16", 2},    {"bf16", 2},
-      {"b32", 4}, {"u32", 4}, {"s32", 4},  {"f32", 4}, {"b64", 8}, {"f16x2", 4}, {"bf16x2", 4}, {"u64", 8},
-      {"s64", 8}, {"f64", 8}, {"b128", 16}};
+      {"b8", 1},     {"u8", 1},  {"s8", 1},  {"b16", 2}, {"u16", 2},  {"s16", 2}, {"f16", 2},
+      {"bf16", 2},   {"b32", 4}, {"u32", 4}, {"s32", 4}, {"f32", 4},  {"b64", 8}, {"f16x2", 4},
+      {"bf16x2", 4}, {"u64", 8}, {"s64", 8}, {"f64", 8}, {"b128", 16}};
   if (t == "pred") return *out = {0, true}, true;
   auto it = kTypes.find(t);
   if (it == kTypes.end()) return false;
@@ -41,7 +44,8 @@ class Parser {
   struct Scope {
     std::unordered_map<std::string, int> regs;
     std::unordered_map<std::string, Symbol*> syms;
-    std::vector<std::pair<std::string, int>> ranges;  // .reg .b32 %r<100>: prefix, first index (count in range_count)
+    std::vector<std::pair<std::string, int>>
+        ranges;  // .reg .b32 %r<100>: prefix, first index (count in range_count)
     std::vector<int> range_count;
     int id = 0;
   };
@@ -61,7 +65,8 @@ class Parser {
   std::string shown() {
     if (s_ >= e_) return "end of file";
     std::string t;
-    for (int i = 0; i < 24 && s_ + i < e_ && s_[i] != '\n'; ++i) t += std::isprint((unsigned char)s_[i]) ? s_[i] : '?';
+    for (int i = 0; i < 24 && s_ + i < e_ && s_[i] != '\n'; ++i)
+      t += std::isprint((unsigned char)s_[i]) ? s_[i] : '?';
     return "'" + t + "'";
   }
   std::string ident();
@@ -145,7 +150,9 @@ uint64_t Parser::scan_digits(int base) {
   uint64_t v = 0;
   const char* b = s_;
   for (; s_ < e_; ++s_) {
-    int d = std::isdigit((unsigned char)*s_) ? *s_ - '0' : std::isalpha((unsigned char)*s_) ? std::tolower(*s_) - 'a' + 10 : 99;
+    int d = std::isdigit((unsigned char)*s_)   ? *s_ - '0'
+            : std::isalpha((unsigned char)*s_) ? std::tolower(*s_) - 'a' + 10
+                                               : 99;
     if (d >= base) break;
     v = v * base + d;
   }
@@ -175,7 +182,9 @@ RawOp Parser::number(bool neg) {
     const char* b = s_;
     o.imm = scan_digits(10);
     if (peek() == '.' || peek() == 'e' || peek() == 'E') {
-      while (s_ < e_ && (std::isalnum((unsigned char)*s_) || *s_ == '.' || ((*s_ == '-' || *s_ == '+') && std::tolower(s_[-1]) == 'e'))) ++s_;
+      while (s_ < e_ && (std::isalnum((unsigned char)*s_) || *s_ == '.' ||
+                         ((*s_ == '-' || *s_ == '+') && std::tolower(s_[-1]) == 'e')))
+        ++s_;
       std::string t(b, s_);
       char* end;
       o.kind = RawOp::Decimal;
@@ -224,7 +233,8 @@ RawOp Parser::name_operand() {
       const std::string& p = sc.ranges[r].first;
       if (n.size() > p.size() && n.size() <= p.size() + 8 && n.compare(0, p.size(), p) == 0) {
         bool digits = true;
-        for (size_t c = p.size(); c < n.size(); ++c) digits &= std::isdigit((unsigned char)n[c]) != 0;
+        for (size_t c = p.size(); c < n.size(); ++c)
+          digits &= std::isdigit((unsigned char)n[c]) != 0;
         if (!digits) continue;
         int idx = std::atoi(n.c_str() + p.size());
         if (idx >= sc.range_count[r]) continue;
@@ -419,7 +429,8 @@ void Parser::variable(Space space, bool is_extern) {
     bool unsized = false;
     while (eat('[')) {
       skip();
-      if (peek() == ']') unsized = true;
+      if (peek() == ']')
+        unsized = true;
       else {
         int64_t d = integer();
         if (d < 0 || (uint64_t)d > kMaxBytes || n * d > kMaxBytes) fail("bad array size");
@@ -470,11 +481,16 @@ void Parser::param_list(RawKernel* k) {
       if (!eat('.')) break;
       std::string t = dotted();
       TypeInfo ti;
-      if (t == "align") align = (uint32_t)integer();
-      else if (t == "ptr") continue;
-      else if (t == "global" || t == "shared" || t == "const" || t == "local") continue;
-      else if (type_info(t, &ti)) elem = ti.bytes, p.type = t;
-      else fail("unexpected ." + t + " in a parameter");
+      if (t == "align")
+        align = (uint32_t)integer();
+      else if (t == "ptr")
+        continue;
+      else if (t == "global" || t == "shared" || t == "const" || t == "local")
+        continue;
+      else if (type_info(t, &ti))
+        elem = ti.bytes, p.type = t;
+      else
+        fail("unexpected ." + t + " in a parameter");
     }
     if (!elem) fail("parameter without a type");
     p.name = ident();
@@ -536,15 +552,25 @@ void Parser::entry(bool is_entry) {
     if (peek() == '{') break;
     if (!eat('.')) fail("expected a performance directive or '{', got " + shown());
     std::string d = dotted();
-    if (d == "reqntid") dims(k->reqntid);
-    else if (d == "maxntid") dims(k->maxntid);
-    else if (d == "reqnctapercluster") dims(k->reqcluster);
-    else if (d == "minnctapersm") k->minnctapersm = (int)integer();
-    else if (d == "maxnreg") k->maxnreg = (int)integer();
-    else if (d == "maxclusterrank") integer();
-    else if (d == "pragma") skip_to(';'), ++s_;
-    else if (d == "explicitcluster" || d == "blocksareclusters" || d == "noreturn" || d == "unified") continue;
-    else fail("unknown directive ." + d);
+    if (d == "reqntid")
+      dims(k->reqntid);
+    else if (d == "maxntid")
+      dims(k->maxntid);
+    else if (d == "reqnctapercluster")
+      dims(k->reqcluster);
+    else if (d == "minnctapersm")
+      k->minnctapersm = (int)integer();
+    else if (d == "maxnreg")
+      k->maxnreg = (int)integer();
+    else if (d == "maxclusterrank")
+      integer();
+    else if (d == "pragma")
+      skip_to(';'), ++s_;
+    else if (d == "explicitcluster" || d == "blocksareclusters" || d == "noreturn" ||
+             d == "unified")
+      continue;
+    else
+      fail("unknown directive ." + d);
   }
   ++s_;
   k_ = k.get();
@@ -603,14 +629,16 @@ void Parser::instruction() {
   if (eat('@')) {
     bool neg = eat('!');
     RawOp g = name_operand();
-    if (g.kind != RawOp::Register || k_->regs[g.reg].width != 0) fail("a guard must be a predicate register");
+    if (g.kind != RawOp::Register || k_->regs[g.reg].width != 0)
+      fail("a guard must be a predicate register");
     in.guard = g.reg;
     in.guard_neg = neg;
     skip();
   }
   in.line = line_;
   const char* b = s_;
-  while (s_ < e_ && (ident_char(*s_) || *s_ == '.' || (*s_ == ':' && peek(1) == ':'))) s_ += *s_ == ':' ? 2 : 1;
+  while (s_ < e_ && (ident_char(*s_) || *s_ == '.' || (*s_ == ':' && peek(1) == ':')))
+    s_ += *s_ == ':' ? 2 : 1;
   in.op.assign(b, s_);
   if (in.op.empty()) fail("expected an instruction, got " + shown());
   in.scope = scopes_.back().id;
@@ -631,7 +659,8 @@ void Parser::instruction() {
 void Parser::body_directive(const std::string& d) {
   if (d == "reg") return reg_decl();
   if (d == "local") return variable(Space::Local, false);
-  if (d == "param") return variable(Space::Local, false);  // call arguments live in thread-local storage
+  if (d == "param")
+    return variable(Space::Local, false);  // call arguments live in thread-local storage
   if (d == "shared") return variable(Space::Shared, false);
   if (d == "global") return variable(Space::Global, false);
   if (d == "const") return variable(Space::Const, false);
@@ -639,7 +668,8 @@ void Parser::body_directive(const std::string& d) {
     while (s_ < e_ && *s_ != '\n') ++s_;
     return;
   }
-  if (d == "pragma" || d == "branchtargets" || d == "callprototype" || d == "calltargets" || d == "alias") {
+  if (d == "pragma" || d == "branchtargets" || d == "callprototype" || d == "calltargets" ||
+      d == "alias") {
     skip_to(';');
     if (s_ < e_) ++s_;
     return;
@@ -698,7 +728,8 @@ void Parser::statement() {
     while (q < e_ && (*q == ' ' || *q == '\t')) ++q;
     if (q < e_ && *q == ':' && !(q + 1 < e_ && q[1] == ':')) {
       std::string n(s_, p);
-      if (!k_->labels[scopes_.back().id].emplace(n, (int)k_->insns.size()).second) fail("label " + n + " defined twice in its scope");
+      if (!k_->labels[scopes_.back().id].emplace(n, (int)k_->insns.size()).second)
+        fail("label " + n + " defined twice in its scope");
       s_ = q + 1;
       skip();
       if (peek() == '.') {  // `lbl: .branchtargets ...;` and `.callprototype`

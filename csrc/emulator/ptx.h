@@ -11,7 +11,8 @@
 
 namespace flash_attn_mx::emu {
 
-// Any fault in PTX text: unknown form, bad syntax, undeclared name. `line` is 1-based in the text that was given.
+// Any fault in PTX text: unknown form, bad syntax, undeclared name. `line` is 1-based in the text
+// that was given.
 struct ParseError : std::runtime_error {
   ParseError(int line, const std::string& what)
       : std::runtime_error("PTX line " + std::to_string(line) + ": " + what), line(line) {}
@@ -31,21 +32,36 @@ struct Symbol {
   Space space = Space::Global;
   uint64_t size = 0;  // 0: unsized extern array
   uint32_t align = 1;
-  uint64_t addr = 0;             // offset in its space once laid out; absolute for Global and Const
-  std::vector<uint8_t> init;     // module-scope initialiser
+  uint64_t addr = 0;          // offset in its space once laid out; absolute for Global and Const
+  std::vector<uint8_t> init;  // module-scope initialiser
   bool is_extern = false;
 };
 
-// One operand as written. Registers and symbols are resolved while parsing, because names are scoped.
+// One operand as written. Registers and symbols are resolved while parsing, because names are
+// scoped.
 struct RawOp {
-  enum Kind : uint8_t { Register, Special, Int, F32, F64, Decimal, Sym, Label, Vec, Mem, Pair, Sink } kind = Sink;
+  enum Kind : uint8_t {
+    Register,
+    Special,
+    Int,
+    F32,
+    F64,
+    Decimal,
+    Sym,
+    Label,
+    Vec,
+    Mem,
+    Pair,
+    Sink
+  } kind = Sink;
   bool neg = false;  // '!' in front of a predicate
   int reg = -1;      // index into RawKernel::regs
   int64_t imm = 0;   // value, float bits, or the +offset of an address
   double dec = 0;    // Decimal
   std::string text;  // name of Special, Label
   Symbol* sym = nullptr;
-  std::vector<RawOp> sub;  // Vec elements; Mem: base, then further bracketed operands; Pair: both halves
+  std::vector<RawOp>
+      sub;  // Vec elements; Mem: base, then further bracketed operands; Pair: both halves
 };
 
 struct RawInsn {
@@ -86,7 +102,8 @@ struct RawModule {
   std::vector<std::unique_ptr<RawKernel>> kernels;
 };
 
-// Throws ParseError. The text need not be NUL-free or valid; nothing else is thrown for malformed input.
+// Throws ParseError. The text need not be NUL-free or valid; nothing else is thrown for malformed
+// input.
 std::unique_ptr<RawModule> parse_ptx(const std::string& text);
 
 }  // namespace flash_attn_mx::emu

@@ -12,8 +12,9 @@ void finish_cluster_barrier(Cluster& cl);
 
 namespace {
 
-constexpr int kStuckLimit = 40;        // rounds of timed-out waits without any event: deadlock
-constexpr uint64_t kIdlePasses = 256;  // passes without an event before another cluster gets the thread
+constexpr int kStuckLimit = 40;  // rounds of timed-out waits without any event: deadlock
+constexpr uint64_t kIdlePasses =
+    256;  // passes without an event before another cluster gets the thread
 
 void count_reads(Cluster& cl, const AsyncOp& op, int by) {
   if (op.reads.empty()) return;
@@ -39,7 +40,8 @@ size_t Cluster::pending() const {
 }
 
 std::string where(const Exec& x) {
-  return "line " + std::to_string(x.in->line) + " " + x.in->text + " (CTA " + std::to_string(x.cta->rank) + " warp " + std::to_string(x.w->id) + ")";
+  return "line " + std::to_string(x.in->line) + " " + x.in->text + " (CTA " +
+         std::to_string(x.cta->rank) + " warp " + std::to_string(x.w->id) + ")";
 }
 
 void submit(Exec& x, AsyncOp&& op) {
@@ -47,10 +49,18 @@ void submit(Exec& x, AsyncOp&& op) {
   if (x.m->opt.order == Order::Eager) return op.run();
   count_reads(*x.cl, op, 1);
   switch (op.kind) {
-    case AsyncOp::Tc: x.cta->tc[x.w->id].push_back(std::move(op)); break;
-    case AsyncOp::Dma: x.cl->dma.push_back(std::move(op)); break;
-    case AsyncOp::CpAsync: x.cl->cpasync[x.cta->rank * x.cta->warps.size() + x.w->id].push_back(std::move(op)); break;
-    case AsyncOp::TmemSt: x.w->tmem_st.push_back(std::move(op)); break;
+    case AsyncOp::Tc:
+      x.cta->tc[x.w->id].push_back(std::move(op));
+      break;
+    case AsyncOp::Dma:
+      x.cl->dma.push_back(std::move(op));
+      break;
+    case AsyncOp::CpAsync:
+      x.cl->cpasync[x.cta->rank * x.cta->warps.size() + x.w->id].push_back(std::move(op));
+      break;
+    case AsyncOp::TmemSt:
+      x.w->tmem_st.push_back(std::move(op));
+      break;
   }
 }
 
@@ -93,17 +103,21 @@ Runner::Runner(Machine& m, uint32_t id) : m_(m), p_(*m.prog) {
   cl_.cid[0] = id % nx, cl_.cid[1] = id / nx % ny, cl_.cid[2] = id / nx / ny;
   cl_.rng = o.seed * 0x9E3779B97F4A7C15ull + id;
   cl_.form_count.resize(isa_table().size());
-  const uint32_t n_ctas = o.cluster[0] * o.cluster[1] * o.cluster[2], threads = o.block[0] * o.block[1] * o.block[2];
+  const uint32_t n_ctas = o.cluster[0] * o.cluster[1] * o.cluster[2],
+                 threads = o.block[0] * o.block[1] * o.block[2];
   for (uint32_t r = 0; r < n_ctas; ++r) {
     auto c = std::make_unique<Cta>();
     c->cluster = &cl_;
     c->rank = r;
-    uint32_t in[3] = {r % o.cluster[0], r / o.cluster[0] % o.cluster[1], r / o.cluster[0] / o.cluster[1]};
+    uint32_t in[3] = {r % o.cluster[0], r / o.cluster[0] % o.cluster[1],
+                      r / o.cluster[0] / o.cluster[1]};
     for (int d = 0; d < 3; ++d) c->ctaid[d] = cl_.cid[d] * o.cluster[d] + in[d];
     c->smem_bytes = p_.static_smem + o.dynamic_smem;
     c->smem.resize(kSmemBase + c->smem_bytes);
     if (o.checks.uninit) c->written.resize((kSmemBase + c->smem_bytes) / 64 + 1);
-    if (o.checks.proxy) c->write_time.resize((kSmemBase + c->smem_bytes) / 16 + 2), c->writer.resize(c->write_time.size());
+    if (o.checks.proxy)
+      c->write_time.resize((kSmemBase + c->smem_bytes) / 16 + 2),
+          c->writer.resize(c->write_time.size());
     if (o.order != Order::Eager) c->read_count.resize((kSmemBase + c->smem_bytes) / 16 + 2);
     cl_.ctas.push_back(std::move(c));
   }
@@ -121,7 +135,8 @@ void Runner::start_warp(Cta& c, int id) {
   auto w = std::make_unique<Warp>();
   w->cta = &c;
   w->id = id;
-  uint32_t threads = o.block[0] * o.block[1] * o.block[2], n = std::min(32u, threads - 32u * (uint32_t)id);
+  uint32_t threads = o.block[0] * o.block[1] * o.block[2],
+           n = std::min(32u, threads - 32u * (uint32_t)id);
   w->live = n == 32 ? kFull : (1u << n) - 1;
   // calloc gives untouched pages: a warp pays only for the registers of its own role
   size_t bytes = ((size_t)p_.reg_bytes + 63) & ~(size_t)31;
@@ -154,13 +169,17 @@ void Runner::set_special(Cta& c, Warp& w, const std::string& n, const Operand& o
     return false;
   };
   uint32_t ncl[3], in[3];
-  for (int d = 0; d < 3; ++d) ncl[d] = op.grid[d] / op.cluster[d], in[d] = c.ctaid[d] - cl_.cid[d] * op.cluster[d];
+  for (int d = 0; d < 3; ++d)
+    ncl[d] = op.grid[d] / op.cluster[d], in[d] = c.ctaid[d] - cl_.cid[d] * op.cluster[d];
   uint32_t t0 = 32 * (uint32_t)w.id;
   if (n.rfind("shared+", 0) == 0) return all(c.rank << 24 | (uint32_t)std::stoul(n.substr(7)));
   if (n == "%tid.x") return lane([&](uint32_t i) { return (t0 + i) % bx; });
   if (n == "%tid.y") return lane([&](uint32_t i) { return (t0 + i) / bx % by; });
   if (n == "%tid.z") return lane([&](uint32_t i) { return (t0 + i) / bx / by; });
-  if (dim(op.block, "%ntid") || dim(c.ctaid, "%ctaid") || dim(op.grid, "%nctaid") || dim(in, "%cluster_ctaid") || dim(op.cluster, "%cluster_nctaid") || dim(cl_.cid, "%clusterid") || dim(ncl, "%nclusterid")) return;
+  if (dim(op.block, "%ntid") || dim(c.ctaid, "%ctaid") || dim(op.grid, "%nctaid") ||
+      dim(in, "%cluster_ctaid") || dim(op.cluster, "%cluster_nctaid") ||
+      dim(cl_.cid, "%clusterid") || dim(ncl, "%nclusterid"))
+    return;
   if (n == "%laneid") return lane([](uint32_t i) { return i; });
   if (n == "%lanemask_eq") return lane([](uint32_t i) { return 1u << i; });
   if (n == "%lanemask_lt") return lane([](uint32_t i) { return (1u << i) - 1; });
@@ -186,8 +205,10 @@ bool Runner::pick(Warp& w) {
   int best = -1;
   for (size_t i = 0; i < w.groups.size(); ++i) {
     Group& g = w.groups[i];
-    if (g.why != Why::Run && g.poll && (*g.poll & g.poll_mask) == g.poll_val && !g.timed_out) continue;
-    if (g.why == Why::Converge && ((uint32_t)g.key & w.live & ~g.mask)) continue;  // others must reach this pc first
+    if (g.why != Why::Run && g.poll && (*g.poll & g.poll_mask) == g.poll_val && !g.timed_out)
+      continue;
+    if (g.why == Why::Converge && ((uint32_t)g.key & w.live & ~g.mask))
+      continue;  // others must reach this pc first
     if (best < 0 || g.pc < w.groups[best].pc) best = (int)i;
   }
   if (best < 0) return false;
@@ -232,8 +253,10 @@ void Runner::leave(Warp& w, uint32_t lanes) {
   w.live &= ~lanes;
   Group& g = w.groups[w.cur];
   g.mask &= ~lanes;
-  if (g.mask) ++g.pc;
-  else w.groups.erase(w.groups.begin() + w.cur);
+  if (g.mask)
+    ++g.pc;
+  else
+    w.groups.erase(w.groups.begin() + w.cur);
   w.cta->exited_lanes += (uint64_t)__builtin_popcount(lanes);
   ++cl_.events;
   if (!w.live) {
@@ -247,7 +270,8 @@ void Runner::leave(Warp& w, uint32_t lanes) {
 // Runs one warp for up to `budget` instructions. True if at least one completed.
 bool Runner::slice(Warp& w, int budget) {
   if (!w.live || !pick(w)) return false;
-  // A group that spins at a low pc must not starve its siblings: after many split slices, one of them runs alone.
+  // A group that spins at a low pc must not starve its siblings: after many split slices, one of
+  // them runs alone.
   w.split_slices = w.groups.size() > 1 ? w.split_slices + 1 : 0;
   const bool pinned = w.split_slices > 64 && cl_.random() % 2;
   if (pinned) {
@@ -257,9 +281,12 @@ bool Runner::slice(Warp& w, int budget) {
   Exec x;
   x.m = &m_, x.cl = &cl_, x.cta = w.cta, x.w = &w;
   const Instr* code = p_.code.data();
+  const uint64_t flips = cl_.phase_flips;
   bool did = false;
   try {
-    while (budget-- > 0) {
+    // A phase that ended wakes others: they run before this warp can end the next one, as work
+    // takes time on hardware.
+    while (budget-- > 0 && cl_.phase_flips == flips) {
       Group* g = &w.groups[w.cur];
       const Instr& in = code[g->pc];
       uint32_t mask = g->mask;
@@ -337,7 +364,8 @@ bool Runner::run_async() {
   try {
     op.run();
   } catch (const Fault& f) {
-    throw std::runtime_error(p_.name + ": cluster " + std::to_string(cl_.id) + ": asynchronous " + op.origin + ": [" + f.check + "] " + f.what());
+    throw std::runtime_error(p_.name + ": cluster " + std::to_string(cl_.id) + ": asynchronous " +
+                             op.origin + ": [" + f.check + "] " + f.what());
   }
   return true;
 }
@@ -356,19 +384,23 @@ Runner::Result Runner::run() {
   for (uint64_t pass = 0;; ++pass) {
     if (m_.stop) return Done;
     if (!live_warps_) break;
-    if ((pass & 63) == 0 && std::chrono::steady_clock::now() > m_.deadline) throw std::runtime_error(p_.name + ": time limit of " + std::to_string((int)m_.opt.timeout_s) + " s reached\n" + deadlock());
+    if ((pass & 63) == 0 && std::chrono::steady_clock::now() > m_.deadline)
+      throw std::runtime_error(p_.name + ": time limit of " +
+                               std::to_string((int)m_.opt.timeout_s) + " s reached\n" + deadlock());
     for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[cl_.random() % i]);
     uint64_t before = cl_.events;
     bool did = false;
     for (Warp* w : order) {
       if (!w->live) continue;
-      did |= slice(*w, 16 + (int)(cl_.random() % 240));
+      did |= slice(*w, 64 + (int)(cl_.random() % 192));
       if (m_.opt.order == Order::Random)
         while (cl_.random() % 2 && run_async()) did = true;
     }
     if (!did && run_async()) did = true;
-    if (cl_.events == before) ++cl_.idle_passes;
-    else cl_.idle_passes = 0, cl_.stuck_rounds = 0;
+    if (cl_.events == before)
+      ++cl_.idle_passes;
+    else
+      cl_.idle_passes = 0, cl_.stuck_rounds = 0;
     if (!did) {
       ++cl_.stuck_rounds;
       if (!time_out_waits() || cl_.stuck_rounds > kStuckLimit) throw std::runtime_error(deadlock());
@@ -385,7 +417,9 @@ Runner::Result Runner::run() {
 void Runner::check_end() {
   std::string bad;
   for (auto& c : cl_.ctas) {
-    if (m_.opt.checks.leaks && !c->tmem.leaks().empty()) bad += "CTA " + std::to_string(c->rank) + " exits with tensor memory allocated: " + c->tmem.leaks() + "\n";
+    if (m_.opt.checks.leaks && !c->tmem.leaks().empty())
+      bad += "CTA " + std::to_string(c->rank) +
+             " exits with tensor memory allocated: " + c->tmem.leaks() + "\n";
   }
   if (m_.opt.checks.leaks) {
     for (auto& op : cl_.dma) bad += "exit with pending " + op.origin + "\n";
@@ -402,37 +436,65 @@ void Runner::check_end() {
   if (bad.empty())
     while (run_async()) {
     }
-  if (!bad.empty()) throw std::runtime_error(p_.name + ": cluster " + std::to_string(cl_.id) + ": [leak] " + bad);
+  if (!bad.empty())
+    throw std::runtime_error(p_.name + ": cluster " + std::to_string(cl_.id) + ": [leak] " + bad);
 }
 
 std::string Runner::who(const Warp& w) const {
   const Cta& c = *w.cta;
-  return "cluster " + std::to_string(cl_.id) + " CTA " + std::to_string(c.rank) + " (" + std::to_string(c.ctaid[0]) + "," + std::to_string(c.ctaid[1]) + "," + std::to_string(c.ctaid[2]) + ") warp " + std::to_string(w.id);
+  return "cluster " + std::to_string(cl_.id) + " CTA " + std::to_string(c.rank) + " (" +
+         std::to_string(c.ctaid[0]) + "," + std::to_string(c.ctaid[1]) + "," +
+         std::to_string(c.ctaid[2]) + ") warp " + std::to_string(w.id);
 }
 
 std::string Runner::deadlock() {
-  std::string s = p_.name + ": [deadlock] no warp can go on and no asynchronous work is left (seed " + std::to_string(m_.opt.seed) + ")";
+  std::string s = p_.name +
+                  ": [deadlock] no warp can go on and no asynchronous work is left (seed " +
+                  std::to_string(m_.opt.seed) + ")";
   int shown = 0;
   for (auto& c : cl_.ctas)
     for (auto& w : c->warps)
       for (auto& g : w->groups) {
         if (++shown > 200) continue;
         const Instr& in = p_.code[g.pc];
-        s += "\n  " + who(*w) + " " + mask_text(g.mask) + ", line " + std::to_string(in.line) + " " + in.text + ": ";
+        s += "\n  " + who(*w) + " " + mask_text(g.mask) + ", line " + std::to_string(in.line) +
+             " " + in.text + ": ";
         switch (g.why) {
-          case Why::Run: s += "running (spinning?)"; break;
+          case Why::Run:
+            s += "running (spinning?)";
+            break;
           case Why::Mbarrier: {
             Mbar b = Mbar::load(cl_.ctas[g.key >> 24]->smem.data() + (g.key & 0xFFFFFF));
-            s += "mbarrier at " + hex(g.key & 0xFFFFFF) + ", waits for the end of phase " + std::to_string(g.want) + "; now phase " + std::to_string(b.phase) + ", pending " + std::to_string(b.pending) + " of " + std::to_string(b.expected) + ", tx " + std::to_string(b.tx);
+            s += "mbarrier at " + hex(g.key & 0xFFFFFF) + ", waits for the end of phase " +
+                 std::to_string(g.want) + "; now phase " + std::to_string(b.phase) + ", pending " +
+                 std::to_string(b.pending) + " of " + std::to_string(b.expected) + ", tx " +
+                 std::to_string(b.tx);
             break;
           }
-          case Why::NamedBarrier: s += "named barrier " + std::to_string(g.key) + ", " + std::to_string(c->bars[g.key].arrived) + " of " + std::to_string(g.want) + " threads arrived"; break;
-          case Why::ClusterBarrier: s += "cluster barrier, " + std::to_string(cl_.barrier_arrived) + " threads arrived"; break;
-          case Why::Converge: s += "needs " + mask_text((uint32_t)g.key) + " together, has " + mask_text((uint32_t)g.want); break;
-          case Why::BulkGroup: s += "bulk groups of lane " + std::to_string(g.key); break;
-          case Why::CpAsync: s += "cp.async groups of lane " + std::to_string(g.key); break;
-          case Why::TmemAlloc: s += std::to_string(g.key) + " columns of tensor memory"; break;
-          default: s += "sleeping"; break;
+          case Why::NamedBarrier:
+            s += "named barrier " + std::to_string(g.key) + ", " +
+                 std::to_string(c->bars[g.key].arrived) + " of " + std::to_string(g.want) +
+                 " threads arrived";
+            break;
+          case Why::ClusterBarrier:
+            s += "cluster barrier, " + std::to_string(cl_.barrier_arrived) + " threads arrived";
+            break;
+          case Why::Converge:
+            s += "needs " + mask_text((uint32_t)g.key) + " together, has " +
+                 mask_text((uint32_t)g.want);
+            break;
+          case Why::BulkGroup:
+            s += "bulk groups of lane " + std::to_string(g.key);
+            break;
+          case Why::CpAsync:
+            s += "cp.async groups of lane " + std::to_string(g.key);
+            break;
+          case Why::TmemAlloc:
+            s += std::to_string(g.key) + " columns of tensor memory";
+            break;
+          default:
+            s += "sleeping";
+            break;
         }
       }
   return s;
@@ -441,16 +503,24 @@ std::string Runner::deadlock() {
 std::string operand_text(const Exec& x, const Operand& o, int lane) {
   switch (o.kind) {
     case Operand::Reg:
-      if (o.width == 0) return std::string(o.neg ? "!" : "") + o.name + "=" + ((pred(x, o) ^ (o.neg ? kFull : 0)) >> lane & 1 ? "true" : "false");
+      if (o.width == 0)
+        return std::string(o.neg ? "!" : "") + o.name + "=" +
+               ((pred(x, o) ^ (o.neg ? kFull : 0)) >> lane & 1 ? "true" : "false");
       return std::string(o.name) + "=" + hex(src_lane(x, o, lane));
-    case Operand::Const: return *o.name ? std::string(o.name) + "=" + hex((uint64_t)o.imm) : hex((uint64_t)o.imm);
-    case Operand::Mem: return "[" + operand_text(x, o.sub[0], lane) + (o.imm ? "+" + std::to_string(o.imm) : "") + (o.count > 1 ? ", " + operand_text(x, o.sub[1], lane) : "") + "]";
-    case Operand::Vec: case Operand::Pair: {
+    case Operand::Const:
+      return *o.name ? std::string(o.name) + "=" + hex((uint64_t)o.imm) : hex((uint64_t)o.imm);
+    case Operand::Mem:
+      return "[" + operand_text(x, o.sub[0], lane) + (o.imm ? "+" + std::to_string(o.imm) : "") +
+             (o.count > 1 ? ", " + operand_text(x, o.sub[1], lane) : "") + "]";
+    case Operand::Vec:
+    case Operand::Pair: {
       std::string s = "{";
-      for (int i = 0; i < std::min<int>(o.count, 8); ++i) s += (i ? ", " : "") + operand_text(x, o.sub[i], lane);
+      for (int i = 0; i < std::min<int>(o.count, 8); ++i)
+        s += (i ? ", " : "") + operand_text(x, o.sub[i], lane);
       return s + (o.count > 8 ? ", …}" : "}");
     }
-    default: return o.name && *o.name ? o.name : "_";
+    default:
+      return o.name && *o.name ? o.name : "_";
   }
 }
 
@@ -458,21 +528,25 @@ std::string Runner::fault_text(const Fault& f, const Exec& x) {
   int lane = f.lane >= 0 ? f.lane : x.g->mask ? first_lane(x.g->mask) : 0;
   std::string ops;
   for (int i = 0; i < x.in->nops; ++i) ops += (i ? ", " : "") + operand_text(x, x.in->op[i], lane);
-  return p_.name + ": line " + std::to_string(x.in->line) + ": " + x.in->text + ": [" + f.check + "] " + f.what() + "\n  " + who(*x.w) + " lane " + std::to_string(lane) + " of " + mask_text(x.g->mask) + ", seed " + std::to_string(m_.opt.seed) + "\n  operands: " + ops;
+  return p_.name + ": line " + std::to_string(x.in->line) + ": " + x.in->text + ": [" + f.check +
+         "] " + f.what() + "\n  " + who(*x.w) + " lane " + std::to_string(lane) + " of " +
+         mask_text(x.g->mask) + ", seed " + std::to_string(m_.opt.seed) + "\n  operands: " + ops;
 }
 
 void collect(RunResult* r, Cluster& c) {
   if (r->form_count.empty()) r->form_count.resize(c.form_count.size());
   for (size_t i = 0; i < c.form_count.size(); ++i) r->form_count[i] += c.form_count[i];
   for (auto& o : c.output) r->output.push_back(std::move(o));
-  r->insns += c.stat_insn, r->mma += c.stat_mma, r->mma_flop += c.stat_mma_flop, r->tma_load += c.stat_tma_load, r->tma_store += c.stat_tma_store;
+  r->insns += c.stat_insn, r->mma += c.stat_mma, r->mma_flop += c.stat_mma_flop,
+      r->tma_load += c.stat_tma_load, r->tma_store += c.stat_tma_store;
   r->global_ld += c.stat_global_ld, r->global_st += c.stat_global_st, r->waits += c.stat_waits;
   if (c.id == 0)
     for (auto& a : c.ctas)
       for (auto& w : a->warps) r->warp_insns.push_back(w->executed);
 }
 
-// One worker: runs clusters to their end; a cluster that only spins goes to the back of the worker's queue.
+// One worker: runs clusters to their end; a cluster that only spins goes to the back of the
+// worker's queue.
 void work(Machine& m, RunResult* r, std::mutex& lock) {
   std::deque<std::unique_ptr<Runner>> waiting;
   uint64_t fruitless = 0;
@@ -490,7 +564,8 @@ void work(Machine& m, RunResult* r, std::mutex& lock) {
     uint64_t events = cur->cluster().events;
     if (cur->run() == Runner::Idle) {
       fruitless = cur->cluster().events == events ? fruitless + 1 : 0;
-      if (fruitless > 100000) throw std::runtime_error(m.prog->name + ": [deadlock] every resident cluster only spins");
+      if (fruitless > 100000)
+        throw std::runtime_error(m.prog->name + ": [deadlock] every resident cluster only spins");
       waiting.push_back(std::move(cur));
       continue;
     }
@@ -505,8 +580,10 @@ void work(Machine& m, RunResult* r, std::mutex& lock) {
 RunResult run_machine(Machine& m) {
   RunResult r;
   const Options& o = m.opt;
-  m.num_clusters = (o.grid[0] / o.cluster[0]) * (o.grid[1] / o.cluster[1]) * (o.grid[2] / o.cluster[2]);
-  m.deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds((int64_t)(o.timeout_s * 1000));
+  m.num_clusters =
+      (o.grid[0] / o.cluster[0]) * (o.grid[1] / o.cluster[1]) * (o.grid[2] / o.cluster[2]);
+  m.deadline =
+      std::chrono::steady_clock::now() + std::chrono::milliseconds((int64_t)(o.timeout_s * 1000));
   std::mutex lock;
   auto guarded = [&] {
     try {

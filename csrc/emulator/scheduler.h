@@ -1,12 +1,14 @@
-// Runs clusters: which warp goes next, when asynchronous work happens, when nothing can happen any more.
+// Runs clusters: which warp goes next, when asynchronous work happens, when nothing can happen any
+// more.
 #pragma once
 
 #include "memory.h"
 
 namespace flash_attn_mx::emu {
 
-// Hands an asynchronous operation over. Eager: it happens now. Otherwise it waits in its queue until the scheduler
-// runs it: in `delayed` order only when no warp can go on without it, in `random` order at any time.
+// Hands an asynchronous operation over. Eager: it happens now. Otherwise it waits in its queue
+// until the scheduler runs it: in `delayed` order only when no warp can go on without it, in
+// `random` order at any time.
 void submit(Exec& x, AsyncOp&& op);
 std::string where(const Exec& x);  // "line N opcode (CTA c warp w)"
 
@@ -15,7 +17,8 @@ struct RunResult {
   std::vector<uint64_t> form_count;
   std::vector<uint64_t> warp_insns;  // of cluster 0: per CTA and warp
   std::vector<std::string> output;
-  uint64_t insns = 0, mma = 0, mma_flop = 0, tma_load = 0, tma_store = 0, global_ld = 0, global_st = 0, waits = 0;
+  uint64_t insns = 0, mma = 0, mma_flop = 0, tma_load = 0, tma_store = 0, global_ld = 0,
+           global_st = 0, waits = 0;
 };
 
 RunResult run_machine(Machine& m);

@@ -1,5 +1,6 @@
-// All execution state: Machine (one launch) > Cluster > Cta > Warp > Group (lanes that share a program counter).
-// Nothing here is global; clusters share only the Machine's read-only part, global memory and its atomics lock.
+// All execution state: Machine (one launch) > Cluster > Cta > Warp > Group (lanes that share a
+// program counter). Nothing here is global; clusters share only the Machine's read-only part,
+// global memory and its atomics lock.
 #pragma once
 
 #include <atomic>
@@ -24,13 +25,18 @@ struct Instr;
 using ExecFn = void (*)(Exec&, const Instr&, uint32_t mask);
 
 constexpr uint32_t kFull = 0xFFFFFFFFu;
-constexpr uint32_t kSmemBase = 1024;  // the system reserves the first 1 KiB of a CTA's shared memory
-// Generic windows lie above any host address; low 32 bits are the address in the space, so truncation works as on hardware.
-constexpr uint64_t kWinShared = 0x01ull << 56, kWinLocal = 0x02ull << 56, kWinParam = 0x03ull << 56, kWinMask = 0xFFull << 56;
+constexpr uint32_t kSmemBase =
+    1024;  // the system reserves the first 1 KiB of a CTA's shared memory
+// Generic windows lie above any host address; low 32 bits are the address in the space, so
+// truncation works as on hardware.
+constexpr uint64_t kWinShared = 0x01ull << 56, kWinLocal = 0x02ull << 56, kWinParam = 0x03ull << 56,
+                   kWinMask = 0xFFull << 56;
 
-// A fault raised while executing; the run loop adds kernel, line, cluster/CTA/warp and operand values.
+// A fault raised while executing; the run loop adds kernel, line, cluster/CTA/warp and operand
+// values.
 struct Fault : std::runtime_error {
-  Fault(std::string check, const std::string& what, int lane = -1) : std::runtime_error(what), check(std::move(check)), lane(lane) {}
+  Fault(std::string check, const std::string& what, int lane = -1)
+      : std::runtime_error(what), check(std::move(check)), lane(lane) {}
   std::string check;
   int lane;
 };
@@ -45,16 +51,16 @@ struct alignas(32) ConstLanes {
 
 struct Operand {
   enum Kind : uint8_t { None, Reg, Const, Vec, Mem, Pair, Sink, Label, Func } kind = None;
-  uint8_t width = 0;               // Reg: bytes per lane, 0 = predicate
-  bool neg = false;                // '!'
-  Space space = Space::Generic;    // Mem with a symbol base: where that symbol lives
+  uint8_t width = 0;             // Reg: bytes per lane, 0 = predicate
+  bool neg = false;              // '!'
+  Space space = Space::Generic;  // Mem with a symbol base: where that symbol lives
   bool has_space = false;
-  uint16_t count = 0;              // Vec, Mem, Pair: sub operands
-  uint32_t off = 0;                // Reg: byte offset in the register file
-  const Operand* sub = nullptr;    // Vec elements; Mem: base then the rest
-  const ConstLanes* c = nullptr;   // Const
-  int64_t imm = 0;                 // Const: value; Mem: displacement
-  const char* name = "";           // register or symbol name, for messages
+  uint16_t count = 0;             // Vec, Mem, Pair: sub operands
+  uint32_t off = 0;               // Reg: byte offset in the register file
+  const Operand* sub = nullptr;   // Vec elements; Mem: base then the rest
+  const ConstLanes* c = nullptr;  // Const
+  int64_t imm = 0;                // Const: value; Mem: displacement
+  const char* name = "";          // register or symbol name, for messages
 };
 
 struct Instr {
@@ -72,17 +78,29 @@ struct Instr {
 };
 enum InstrFlags : uint8_t { kReadsClock = 1 };
 
-enum class Why : uint8_t { Run, Mbarrier, NamedBarrier, ClusterBarrier, Converge, BulkGroup, CpAsync, TmemAlloc, Yield, Registers };
+enum class Why : uint8_t {
+  Run,
+  Mbarrier,
+  NamedBarrier,
+  ClusterBarrier,
+  Converge,
+  BulkGroup,
+  CpAsync,
+  TmemAlloc,
+  Yield,
+  Registers
+};
 
-// Lanes of one warp with a common pc. Groups run lowest pc first, which reconverges PTX as its compiler laid it out.
+// Lanes of one warp with a common pc. Groups run lowest pc first, which reconverges PTX as its
+// compiler laid it out.
 struct Group {
   uint32_t pc = 0;
   uint32_t mask = 0;
   Why why = Why::Run;
-  bool arrived = false;   // this instruction's arrival was counted; only the wait is left
-  bool timed_out = false; // the scheduler ended a try_wait: it must return false
-  uint64_t key = 0, want = 0;         // for reports: barrier address or id, phase or count
-  const uint64_t* poll = nullptr;     // still blocked while (*poll & poll_mask) == poll_val
+  bool arrived = false;            // this instruction's arrival was counted; only the wait is left
+  bool timed_out = false;          // the scheduler ended a try_wait: it must return false
+  uint64_t key = 0, want = 0;      // for reports: barrier address or id, phase or count
+  const uint64_t* poll = nullptr;  // still blocked while (*poll & poll_mask) == poll_val
   uint64_t poll_mask = 0, poll_val = 0;
 };
 
@@ -115,12 +133,15 @@ struct Warp {
   std::vector<uint8_t> local;  // lane-major
   std::vector<Group> groups;
   size_t cur = 0;
-  uint32_t split_slices = 0;  // slices in a row with more than one group
+  uint32_t split_slices = 0;    // slices in a row with more than one group
   std::deque<AsyncOp> tmem_st;  // tcgen05.st not yet waited for: in order
-  std::unordered_map<int, BulkGroups> bulk, cpasync;  // by lane; cpasync uses lane 0 for the whole warp
+  std::unordered_map<int, BulkGroups> bulk,
+      cpasync;  // by lane; cpasync uses lane 0 for the whole warp
   uint64_t executed = 0;
-  uint64_t cluster_gen[32];  // barrier.cluster generation of each lane's arrival, ~0 = none outstanding
-  uint32_t sync_time = 0;   // Cluster::time when this warp last passed a barrier: it sees writes up to then
+  uint64_t
+      cluster_gen[32];  // barrier.cluster generation of each lane's arrival, ~0 = none outstanding
+  uint32_t sync_time =
+      0;  // Cluster::time when this warp last passed a barrier: it sees writes up to then
   uint32_t fence_time = 0;  // Cluster::time of its last fence.proxy.async
   uint32_t cc = 0;          // carry flag of add.cc and its like, bit per lane
 };
@@ -143,10 +164,11 @@ struct Cta {
   uint32_t smem_bytes = 0;  // static + dynamic, from kSmemBase
   std::vector<uint8_t> smem;
   std::vector<uint64_t> written;  // bit per byte of smem; empty when the check is off
-  // Generic writes not yet fenced for the async proxy: time and warp of the last write per 16 bytes.
+  // Generic writes not yet fenced for the async proxy: time and warp of the last write per 16
+  // bytes.
   std::vector<uint32_t> write_time;
   std::vector<uint16_t> writer;  // CTA rank * 64 + warp
-  uint32_t fence_cover = 0;  // writes up to this time were visible to some warp when it fenced
+  uint32_t fence_cover = 0;      // writes up to this time were visible to some warp when it fenced
   Tmem tmem;
   NamedBarrier bars[16];
   std::vector<std::unique_ptr<Warp>> warps;
@@ -154,7 +176,7 @@ struct Cta {
   int live_warps = 0;
   uint64_t exited_lanes = 0;
   std::vector<std::deque<AsyncOp>> tc;  // tcgen05 mma, cp and commit: in order per issuing warp
-  std::vector<uint16_t> read_count;      // per 16 bytes: queued operations that still read them
+  std::vector<uint16_t> read_count;     // per 16 bytes: queued operations that still read them
 };
 
 struct Cluster {
@@ -162,21 +184,21 @@ struct Cluster {
   uint32_t id = 0;
   uint32_t cid[3] = {0, 0, 0};
   std::vector<std::unique_ptr<Cta>> ctas;
-  std::vector<AsyncOp> dma;   // TMA and bulk copies: unordered
+  std::vector<AsyncOp> dma;                  // TMA and bulk copies: unordered
   std::vector<std::deque<AsyncOp>> cpasync;  // per warp (cta * warps + warp): in order
   uint64_t rng = 0;
-  uint64_t events = 0;        // anything that could unblock somebody
-  uint32_t time = 1;          // counts shared-memory writes, for proxy tracking
+  uint64_t events = 0;  // anything that could unblock somebody
+  uint32_t time = 1;    // counts shared-memory writes, for proxy tracking
   uint64_t barrier_gen = 0;
   uint32_t barrier_arrived = 0;  // lanes
   std::vector<uint64_t> form_count;
   std::vector<std::string> output;  // printf
-  uint64_t stat_mma = 0, stat_mma_flop = 0, stat_tma_load = 0, stat_tma_store = 0, stat_global_ld = 0, stat_global_st = 0,
-           stat_waits = 0, stat_insn = 0;
+  uint64_t stat_mma = 0, stat_mma_flop = 0, stat_tma_load = 0, stat_tma_store = 0,
+           stat_global_ld = 0, stat_global_st = 0, stat_waits = 0, stat_insn = 0;
   int stuck_rounds = 0;
   uint64_t stuck_events = ~0ull;
   uint64_t idle_passes = 0;
-  uint64_t pass_events = 0;
+  uint64_t phase_flips = 0;  // mbarrier phases that ended
   bool clc_failed = false;
 
   uint64_t random() {  // splitmix64: deterministic per (seed, cluster)
@@ -200,7 +222,8 @@ enum class Order : uint8_t { Eager, Delayed, Random };
 enum class MmaMode : uint8_t { Model, Fp64 };
 
 struct Checks {
-  bool uninit = true, proxy = true, tmem = true, leaks = true, async_overlap = true, align = true, replicas = true;
+  bool uninit = true, proxy = true, tmem = true, leaks = true, async_overlap = true, align = true,
+       replicas = true;
 };
 
 struct Program;
@@ -240,8 +263,10 @@ struct Exec {
   enum Ctl : uint8_t { Next, Block, Branch, Exit } ctl = Next;
   uint32_t taken = 0;  // Branch: lanes that go to the target
 
-  // Suspends the group at this instruction; it is executed again when *poll changes (or on every pass, if null).
-  void block(Why why, uint64_t key, uint64_t want, const uint64_t* poll = nullptr, uint64_t mask = ~0ull) {
+  // Suspends the group at this instruction; it is executed again when *poll changes (or on every
+  // pass, if null).
+  void block(Why why, uint64_t key, uint64_t want, const uint64_t* poll = nullptr,
+             uint64_t mask = ~0ull) {
     ctl = Block;
     g->why = why;
     g->key = key;
@@ -252,30 +277,41 @@ struct Exec {
   }
 };
 
-// ---- operand access -------------------------------------------------------------------------------------------------
+// ---- operand access
+// -------------------------------------------------------------------------------------------------
 struct U128 {
   uint64_t lo, hi;
 };
 
 template <class T>
 inline const T* const_lanes(const ConstLanes* c) {
-  if constexpr (sizeof(T) == 8) return reinterpret_cast<const T*>(c->u64);
-  else if constexpr (sizeof(T) == 4) return reinterpret_cast<const T*>(c->u32);
-  else if constexpr (sizeof(T) == 2) return reinterpret_cast<const T*>(c->u16);
-  else return reinterpret_cast<const T*>(c->u8);
+  if constexpr (sizeof(T) == 8)
+    return reinterpret_cast<const T*>(c->u64);
+  else if constexpr (sizeof(T) == 4)
+    return reinterpret_cast<const T*>(c->u32);
+  else if constexpr (sizeof(T) == 2)
+    return reinterpret_cast<const T*>(c->u16);
+  else
+    return reinterpret_cast<const T*>(c->u8);
 }
 
 inline uint64_t lane_bits(const uint8_t* p, uint8_t width, int lane) {
   switch (width) {
-    case 1: return p[lane];
-    case 2: return reinterpret_cast<const uint16_t*>(p)[lane];
-    case 4: return reinterpret_cast<const uint32_t*>(p)[lane];
-    case 8: return reinterpret_cast<const uint64_t*>(p)[lane];
-    default: return reinterpret_cast<const U128*>(p)[lane].lo;
+    case 1:
+      return p[lane];
+    case 2:
+      return reinterpret_cast<const uint16_t*>(p)[lane];
+    case 4:
+      return reinterpret_cast<const uint32_t*>(p)[lane];
+    case 8:
+      return reinterpret_cast<const uint64_t*>(p)[lane];
+    default:
+      return reinterpret_cast<const U128*>(p)[lane].lo;
   }
 }
 
-// 32 lanes of an operand as T. A wider register gives its low bits, a narrower one is zero-extended.
+// 32 lanes of an operand as T. A wider register gives its low bits, a narrower one is
+// zero-extended.
 template <class T>
 inline const T* src(const Exec& x, const Operand& o, T* scratch) {
   if (o.kind == Operand::Reg) {
@@ -289,7 +325,8 @@ inline const T* src(const Exec& x, const Operand& o, T* scratch) {
     return scratch;
   }
   if constexpr (sizeof(T) == 16) {
-    for (int i = 0; i < 32; ++i) std::memset(&scratch[i], 0, 16), std::memcpy(&scratch[i], &o.c->u64[i], 8);
+    for (int i = 0; i < 32; ++i)
+      std::memset(&scratch[i], 0, 16), std::memcpy(&scratch[i], &o.c->u64[i], 8);
     return scratch;
   } else {
     return const_lanes<T>(o.c);
@@ -303,8 +340,10 @@ inline uint64_t src_lane(const Exec& x, const Operand& o, int lane) {
 
 inline uint32_t pred(const Exec& x, const Operand& o) {
   uint32_t v;
-  if (o.kind == Operand::Reg) v = *reinterpret_cast<const uint32_t*>(x.w->regs.get() + o.off);
-  else v = o.imm ? kFull : 0;
+  if (o.kind == Operand::Reg)
+    v = *reinterpret_cast<const uint32_t*>(x.w->regs.get() + o.off);
+  else
+    v = o.imm ? kFull : 0;
   return o.neg ? ~v : v;
 }
 
@@ -322,7 +361,8 @@ inline void put(const Exec& x, const Operand& o, const T* v, uint32_t mask) {
     if (mask == kFull) {
       std::memcpy(p, v, 32 * sizeof(T));
     } else {
-      for (uint32_t b = mask; b; b &= b - 1) reinterpret_cast<T*>(p)[__builtin_ctz(b)] = v[__builtin_ctz(b)];
+      for (uint32_t b = mask; b; b &= b - 1)
+        reinterpret_cast<T*>(p)[__builtin_ctz(b)] = v[__builtin_ctz(b)];
     }
     return;
   }
@@ -330,9 +370,12 @@ inline void put(const Exec& x, const Operand& o, const T* v, uint32_t mask) {
     for (uint32_t b = mask; b; b &= b - 1) {
       int i = __builtin_ctz(b);
       uint64_t e;
-      if constexpr (std::is_floating_point_v<T>) e = 0, std::memcpy(&e, &v[i], sizeof(T));
-      else if constexpr (std::is_signed_v<T>) e = (uint64_t)(int64_t)v[i];
-      else e = (uint64_t)v[i];
+      if constexpr (std::is_floating_point_v<T>)
+        e = 0, std::memcpy(&e, &v[i], sizeof(T));
+      else if constexpr (std::is_signed_v<T>)
+        e = (uint64_t)(int64_t)v[i];
+      else
+        e = (uint64_t)v[i];
       uint8_t* q = p + i * o.width;
       if (o.width == 16) std::memset(q, 0, 16);
       std::memcpy(q, &e, o.width < 8 ? o.width : 8);

@@ -18,7 +18,9 @@ uint32_t TensorMap::elem_bytes() const {
 std::string validate(const TensorMap& t) {
   auto s = [](uint64_t v) { return std::to_string(v); };
   if (t.rank < 1 || t.rank > 5) return "rank " + s(t.rank) + " is not 1..5";
-  if (t.dtype > 12) return t.dtype <= 15 ? "packed sub-byte types are not supported" : "unknown data type " + s(t.dtype);
+  if (t.dtype > 12)
+    return t.dtype <= 15 ? "packed sub-byte types are not supported"
+                         : "unknown data type " + s(t.dtype);
   if (t.interleave) return "interleaved layouts are not supported";
   if (t.swizzle > 6) return "unknown swizzle " + s(t.swizzle);
   if (t.swizzle == 5) return "swizzle 128B_ATOM_32B_FLIP_8B is not supported";
@@ -27,21 +29,28 @@ std::string validate(const TensorMap& t) {
   if (t.address & 15) return "global address is not a multiple of 16";
   uint32_t es = t.elem_bytes();
   for (uint32_t d = 0; d < t.rank; ++d) {
-    if (t.dims[d] < 1 || t.dims[d] > 1ull << 32) return "dimension " + s(d) + " = " + s(t.dims[d]) + " is not 1..2^32";
-    if (t.box[d] < 1 || t.box[d] > 256) return "box " + s(d) + " = " + s(t.box[d]) + " is not 1..256";
-    if (t.estride[d] < 1 || t.estride[d] > 8) return "element stride " + s(d) + " = " + s(t.estride[d]) + " is not 1..8";
-    if (d && (t.strides[d] & 15 || t.strides[d] >= 1ull << 40)) return "stride " + s(d) + " = " + s(t.strides[d]) + " is not a multiple of 16 below 2^40";
+    if (t.dims[d] < 1 || t.dims[d] > 1ull << 32)
+      return "dimension " + s(d) + " = " + s(t.dims[d]) + " is not 1..2^32";
+    if (t.box[d] < 1 || t.box[d] > 256)
+      return "box " + s(d) + " = " + s(t.box[d]) + " is not 1..256";
+    if (t.estride[d] < 1 || t.estride[d] > 8)
+      return "element stride " + s(d) + " = " + s(t.estride[d]) + " is not 1..8";
+    if (d && (t.strides[d] & 15 || t.strides[d] >= 1ull << 40))
+      return "stride " + s(d) + " = " + s(t.strides[d]) + " is not a multiple of 16 below 2^40";
   }
   if (t.box[0] * es % 16) return "box 0 of " + s(t.box[0] * es) + " bytes is not a multiple of 16";
   static const uint32_t kSpan[] = {0, 32, 64, 128, 128, 128, 128};
-  if (t.swizzle && t.box[0] * es > kSpan[t.swizzle]) return "box 0 of " + s(t.box[0] * es) + " bytes exceeds the swizzle span of " + s(kSpan[t.swizzle]);
+  if (t.swizzle && t.box[0] * es > kSpan[t.swizzle])
+    return "box 0 of " + s(t.box[0] * es) + " bytes exceeds the swizzle span of " +
+           s(kSpan[t.swizzle]);
   return "";
 }
 
 void encode_map(const TensorMap& t, uint8_t out[128]) {
   std::memset(out, 0, 128);
   std::memcpy(out, &t.address, 8);
-  uint32_t flags = (t.rank - 1) << 4 | (uint32_t)kToHw[t.dtype] << 7 | t.interleave << 11 | (t.swizzle & 7) << 13 | t.oob << 16 | (t.swizzle ? 0x240000u : 0x40000u);
+  uint32_t flags = (t.rank - 1) << 4 | (uint32_t)kToHw[t.dtype] << 7 | t.interleave << 11 |
+                   (t.swizzle & 7) << 13 | t.oob << 16 | (t.swizzle ? 0x240000u : 0x40000u);
   std::memcpy(out + 8, &flags, 4);
   uint32_t high = 0;
   for (uint32_t d = 1; d < t.rank; ++d) {
@@ -60,7 +69,8 @@ void encode_map(const TensorMap& t, uint8_t out[128]) {
   }
   std::memcpy(out + 52, &es, 2);
   std::memcpy(out + 64, &kMagic, 4);
-  out[68] = (uint8_t)t.dtype, out[69] = (uint8_t)t.swizzle, out[70] = (uint8_t)t.interleave, out[71] = (uint8_t)t.oob, out[72] = (uint8_t)t.l2promo;
+  out[68] = (uint8_t)t.dtype, out[69] = (uint8_t)t.swizzle, out[70] = (uint8_t)t.interleave,
+  out[71] = (uint8_t)t.oob, out[72] = (uint8_t)t.l2promo;
 }
 
 bool decode_map(const uint8_t in[128], TensorMap* t, std::string* why) {
@@ -74,7 +84,8 @@ bool decode_map(const uint8_t in[128], TensorMap* t, std::string* why) {
   t->rank = (flags >> 4 & 7) + 1;
   if (t->rank > 5) return *why = "rank field is " + std::to_string(t->rank), false;
   if (magic == kMagic) {
-    t->dtype = in[68], t->swizzle = in[69], t->interleave = in[70], t->oob = in[71], t->l2promo = in[72];
+    t->dtype = in[68], t->swizzle = in[69], t->interleave = in[70], t->oob = in[71],
+    t->l2promo = in[72];
   } else {
     uint32_t hw = flags >> 7 & 15;
     if (hw >= sizeof kFromHw) return *why = "element type code is " + std::to_string(hw), false;

@@ -1,5 +1,6 @@
-// The 128-byte tensor map. The first 64 bytes follow what CuTe DSL builds on the host (read off captured descriptors:
-// rank, dims, strides, box, swizzle and common types are confirmed, the rest is ours); bytes 64.. keep the encoder's arguments.
+// The 128-byte tensor map. The first 64 bytes follow what CuTe DSL builds on the host (read off
+// captured descriptors: rank, dims, strides, box, swizzle and common types are confirmed, the rest
+// is ours); bytes 64.. keep the encoder's arguments.
 #pragma once
 
 #include <cstdint>
@@ -34,12 +35,19 @@ bool decode_map(const uint8_t in[128], TensorMap* t, std::string* why);
 // Byte address after swizzling; applies to absolute shared addresses.
 inline uint32_t swizzle_address(uint32_t a, uint32_t mode) {
   switch (mode) {
-    case 1: return a ^ ((a >> 7 & 1) << 4);
-    case 2: return a ^ ((a >> 7 & 3) << 4);
-    case 3: return a ^ ((a >> 7 & 7) << 4);
-    case 4: case 5: return a ^ ((a >> 7 & 3) << 5);
-    case 6: return a ^ ((a >> 7 & 1) << 6);
-    default: return a;
+    case 1:
+      return a ^ ((a >> 7 & 1) << 4);
+    case 2:
+      return a ^ ((a >> 7 & 3) << 4);
+    case 3:
+      return a ^ ((a >> 7 & 7) << 4);
+    case 4:
+    case 5:
+      return a ^ ((a >> 7 & 3) << 5);
+    case 6:
+      return a ^ ((a >> 7 & 1) << 6);
+    default:
+      return a;
   }
 }
 

@@ -4,7 +4,8 @@ namespace flash_attn_mx::emu {
 
 int Tmem::alloc(uint32_t n, int line) {
   uint32_t units = n / 32, bits = units == 32 ? ~0u : (1u << units) - 1;
-  for (uint32_t u = 0; u + units <= kTmemCols / 32; u += units) {  // naturally aligned, lowest first
+  for (uint32_t u = 0; u + units <= kTmemCols / 32;
+       u += units) {  // naturally aligned, lowest first
     if (used_ & (bits << u)) continue;
     used_ |= bits << u;
     blocks_.push_back({u * 32, n, line});
@@ -37,8 +38,9 @@ bool Tmem::allocated(uint32_t c, uint32_t n) const {
 std::string Tmem::leaks() const {
   std::string s;
   for (auto& b : blocks_)
-    s += (s.empty() ? "" : ", ") + ("columns " + std::to_string(b.start) + ".." + std::to_string(b.start + b.n - 1)) + " (allocated at line " +
-         std::to_string(b.line) + ")";
+    s += (s.empty() ? "" : ", ") +
+         ("columns " + std::to_string(b.start) + ".." + std::to_string(b.start + b.n - 1)) +
+         " (allocated at line " + std::to_string(b.line) + ")";
   return s;
 }
 

@@ -9,12 +9,14 @@
 namespace flash_attn_mx::emu {
 
 constexpr uint32_t kTmemCols = 512, kTmemLanes = 128;
-// CuTe keeps a sub-word element index in the top bits of an address; only these bits name a lane and a column.
+// CuTe keeps a sub-word element index in the top bits of an address; only these bits name a lane
+// and a column.
 constexpr uint32_t kTmemAddrMask = 0x007F01FFu;
 
 class Tmem {
  public:
-  // Column-major, so that a warp's 32 lanes of a column, and an accumulator's rows, are contiguous. Allocated at first use.
+  // Column-major, so that a warp's 32 lanes of a column, and an accumulator's rows, are contiguous.
+  // Allocated at first use.
   uint32_t* col(uint32_t c) { return &words()[c * kTmemLanes]; }
   uint32_t* written(uint32_t c) { return &written_[c * 4]; }  // bit per lane
   uint64_t gen = 0;  // changes whenever columns are freed: blocked allocations poll it

@@ -161,6 +161,27 @@ def run_forward(folder, **options):
     return err.item(), err_lse.item(), dt, reports
 
 
+def run_backward(folder, **options):
+    """FA4 backward (dense): returns (largest relative error of dq, dk, dv; 0; seconds; reports)."""
+    item = Item(folder)
+    c = item.config
+    g = torch.Generator().manual_seed(0)
+    x = {}
+    for n in ("q", "k", "v", "dout"):
+        t = item.view(n)
+        t.copy_(torch.randn(t.shape, generator=g).to(t.dtype))
+        x[n] = t.double().transpose(1, 2).clone().requires_grad_(n != "dout")
+    out, lse = attention(x["q"], x["k"], x["v"], c["softmax_scale"], c["causal"])
+    out.backward(x["dout"])
+    item.view("out").copy_(out.detach().transpose(1, 2).to(torch.bfloat16))
+    item.view("lse").copy_(lse.detach())
+    t0 = time.time()
+    reports = item.run(**options)
+    dt = time.time() - t0
+    errs = [((item.view("d" + n).double().transpose(1, 2) - x[n].grad).norm() / x[n].grad.norm()).item() for n in "qkv"]
+    return max(errs), 0.0, dt, reports
+
+
 def main():
     ap = argparse.ArgumentParser()
     ap.add_argument("out")
@@ -170,11 +191,12 @@ def main():
     ap.add_argument("--no-checks", action="store_true")
     ap.add_argument("--threads", type=int, default=2)
     a = ap.parse_args()
-    names = a.items or sorted(n for n in os.listdir(a.out) if "_fwd_" in n and "varlen" not in n and os.path.isdir(os.path.join(a.out, n)))
+    names = a.items or sorted(n for n in os.listdir(a.out) if "varlen" not in n and "cudnn_bwd" not in n and os.path.isdir(os.path.join(a.out, n)))
     bad = 0
     for n in names:
         try:
-            err, lse, dt, reports = run_forward(os.path.join(a.out, n), order=a.order, seed=a.seed, checks=not a.no_checks, threads=a.threads)
+            run = run_backward if "_bwd_" in n else run_forward
+            err, lse, dt, reports = run(os.path.join(a.out, n), order=a.order, seed=a.seed, checks=not a.no_checks, threads=a.threads)
             insns = sum(r.instructions for r in reports)
             print(f"{n:36s} out rel err {err:.2e}  lse abs err {lse:.2e}  {dt:6.2f} s  {insns} warp instructions, {insns / dt / 1e6:.2f} M/s", flush=True)
         except (emulator.EmulatorError, ValueError, KeyError, RuntimeError) as e:

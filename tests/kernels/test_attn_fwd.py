@@ -1,8 +1,8 @@
 """The sm_100 forward kernel's PTX in the emulator, with strict checks, against the portable path.
 
 Bounds, relative to the largest |O| of the row: S is summed in another order here, and exp2 errs by 3e-6, so about one
-payload of P in 10^5 rounds the other way, by at most 2^-4 of a key's weight. A row without such a key agrees to fp32
-sums; with one, to 2^-5 where no key has more than half of the weight. LSE within 1e-5, relative beyond 1.
+payload of P in 10^5 rounds the other way, by up to 2^-3 of it. A row without such a key agrees to fp32 sums; with one,
+to 2^-4 (a key that is not the largest has at most half of the weight). LSE within 1e-5, relative beyond 1.
 """
 
 import math
@@ -13,7 +13,7 @@ from kernels.attn_fwd import OUT_NAMES, Operands, expected, quantise, run
 
 from flash_attn_mx import _native
 
-O_ROW = 2.0**-5
+O_ROW = 2.0**-4
 O_ROW_SAME_P = 2e-5
 ROWS_WITH_ANOTHER_P = 0.03
 LSE = 1e-5

@@ -7,8 +7,8 @@
 // ROLES     warps | role     | regs | does
 //           0-3   | softmax0 |  224 | query tile 0, one thread per row: S -> P, SFP, row sums; O / l and LSE at the end
 //           4-7   | softmax1 |  224 | query tile 1
-//           8     | mma      |   64 | TMEM allocation, every tcgen05.cp and tcgen05.mma; clears V behind a sequence's end
-//           9     | load     |   64 | every TMA and bulk copy                       (10, 11 idle)
+//           8     | mma      |   56 | TMEM allocation, every tcgen05.cp and tcgen05.mma; clears V behind a sequence's end
+//           9     | load     |   56 | every TMA and bulk copy                       (10, 11 idle)
 //
 // TMEM      cols (D=128) | tensor | shape x type   | written by         | read by  | aliases
 //           0-127        | S0     | 128x128 f32    | mma                | softmax0 | -
@@ -45,6 +45,7 @@
 //           QK1(n) waits until softmax0 has read S0(n) (its scales go there), QK0(n) until softmax1 has read S1(n-1).
 #pragma once
 
+#include "attn_fwd/launch.h"
 #include "common/mask.cuh"
 #include "common/mma_mxf8.cuh"
 #include "common/pipeline.cuh"
@@ -61,11 +62,15 @@ constexpr int kLoadWarp = kMmaWarp + 1;
 constexpr int kWarps = 12;  // whole warpgroups: setmaxnreg works on four warps
 constexpr int kThreads = 32 * kWarps;
 constexpr int kSoftmaxRegisters = 224;
-constexpr int kOtherRegisters = 64;
+constexpr int kOtherRegisters = 56;
 static_assert(kTile == kRowThreads, "one thread per row");
+static_assert(kThreads == kLaunchThreads && kTiles * kTile == kLaunchRows, "launch.h");
+// setmaxnreg moves registers inside what the CTA got at its launch, where every thread gets the same multiple of 8:
+// an increase beyond that sum would wait for ever (PTX ISA 9.7.19.5).
+constexpr int kLaunchRegisters = 64 * 1024 / kThreads / 8 * 8;
 static_assert(kTiles * kRowThreads * kSoftmaxRegisters +
                       (kThreads - kTiles * kRowThreads) * kOtherRegisters <=
-                  64 * 1024,
+                  kThreads * kLaunchRegisters,
               "register file");
 
 // Pairs of keys, of the 64 pairs of a row, whose exp2 runs on the FMA pipe instead of the MUFU. Untuned: chosen so that
@@ -76,8 +81,8 @@ template <int kHeadDim_>
 struct Config {
   static constexpr int kHeadDim = kHeadDim_;
   static_assert(kHeadDim == 64 || kHeadDim == 128, "row of a payload tile = span of the swizzle");
-  static constexpr int kQStages = 2;
-  static constexpr int kKVStages = kHeadDim == 128 ? 9 : 16;
+  static constexpr int kQStages = kLaunchQStages;
+  static constexpr int kKVStages = launch_kv_stages(kHeadDim);
   using Tile = SwizzledTile<kHeadDim>;
 
   // Tensor memory. region(i): the columns that hold P and all scales of tile i.
@@ -111,7 +116,7 @@ struct Config {
   static constexpr uint32_t kPFull = kSLoaded + 8 * kTiles, kPVDone = kPFull + 8 * kTiles;
   static constexpr uint32_t kTmemAddress = kPVDone + 8 * kTiles;
   static constexpr uint32_t kSmemBytes = kTmemAddress + 16 + 1024;  // 1024: alignment of the start
-  static_assert(kSmemBytes <= 227 * 1024, "shared memory of a CTA");
+  static_assert(kSmemBytes == launch_smem_bytes(kHeadDim) && kSmemBytes <= 227 * 1024, "SMEM");
 };
 
 struct Span {
