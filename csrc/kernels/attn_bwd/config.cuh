@@ -58,6 +58,7 @@
 //           S(j+1) waits until dP(j) is in registers (its scales go there), dQ(j) and dP(j+1) until S(j+1) is.
 #pragma once
 
+#include "attn_bwd/launch.h"
 #include "common/mask.cuh"
 #include "common/mma_mxf8.cuh"
 #include "common/pipeline.cuh"
@@ -78,6 +79,7 @@ constexpr int kMmaWarp = kReduceWarp + kReduceWarps;
 constexpr int kLoadWarp = kMmaWarp + 1;
 constexpr int kWarps = 16;  // whole warpgroups: setmaxnreg works on four warps
 constexpr int kThreads = 32 * kWarps;
+static_assert(kThreads == kLaunchThreads && kTile == kLaunchRows, "launch.h");
 constexpr int kComputeRegisters = 168;
 constexpr int kOtherRegisters = 88;
 static_assert(32 * (kComputeWarps * kComputeRegisters +
@@ -97,13 +99,13 @@ template <int kHeadDim_>
 struct Config {
   static constexpr int kHeadDim = kHeadDim_;
   static_assert(kHeadDim == 64 || kHeadDim == 128, "row of a payload tile = span of the swizzle");
-  static constexpr int kRingStages = kHeadDim == 128 ? 8 : 12;
+  static constexpr int kRingStages = launch_ring_stages(kHeadDim);
   static constexpr int kStatsStages = 2;
   // Channels of dQ that a warp stages at once. H200, 2026-11, benchmarks/bench_dq_reduction.cu: 64 KB take 4190 cycles in
   // copies of 4 KB with one buffer, 3980 with two, 4000 from registers; beside busy shared memory 4300, 4240, 3980, and
   // 5880 in copies of 2 KB with two buffers.
   static constexpr int kChunk = 32;
-  static constexpr int kDQStages = kHeadDim == 128 ? 1 : 2;
+  static constexpr int kDQStages = launch_dq_stages(kHeadDim);
   using Tile = SwizzledTile<kHeadDim>;
   using DsTile = SwizzledTile<kTile>;
 
@@ -153,6 +155,7 @@ struct Config {
   static constexpr uint32_t kTmemAddress = kSumsFull + 8;
   static constexpr uint32_t kSmemBytes = kTmemAddress + 16 + 1024;  // 1024: alignment of the start
   static_assert(kSmemBytes <= 227 * 1024, "shared memory of a CTA");
+  static_assert(kSmemBytes == launch_smem_bytes(kHeadDim), "launch.h");
 };
 
 // A step: one query tile of one query head.

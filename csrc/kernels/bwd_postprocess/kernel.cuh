@@ -8,6 +8,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "attn_bwd/launch.h"
 #include "common/mask.cuh"
 #include "params.h"
 
@@ -17,7 +18,7 @@ using bf16 = __nv_bfloat16;
 using fp16 = __half;
 using fp32 = float;
 
-constexpr int kPostprocessThreads = 256;
+constexpr int kPostprocessThreads = kLaunchPassThreads;
 
 template <int kHeadDim, class Grad>
 struct Postprocess {

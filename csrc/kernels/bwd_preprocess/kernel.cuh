@@ -7,6 +7,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "attn_bwd/launch.h"
 #include "common/mask.cuh"
 #include "common/sf_layout.cuh"
 #include "params.h"
@@ -17,7 +18,7 @@ using bf16 = __nv_bfloat16;
 using fp16 = __half;
 using fp32 = float;
 
-constexpr int kPreprocessThreads = 256;
+constexpr int kPreprocessThreads = kLaunchPassThreads;
 
 // A 32-bit word of four E4M3 payloads -> floats.
 FAMX_DEVICE void unpack_e4m3(uint32_t word, float (&x)[4]) {
