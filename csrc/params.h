@@ -41,6 +41,9 @@ struct AttnFwdParams {
   float scale_log2;     // |softmax_scale| * log2(e), at least the smallest normal float
   int32_t negate;       // softmax_scale < 0
   int32_t out_aligned;  // rows of out start at 16-byte boundaries
+  // Heads (of all batches, counted through) that are worked on at the same time: as many as have K and V in L2 together,
+  // at least 1. Inside such a group the last query blocks come first, the longest ones under a causal mask.
+  int32_t heads_at_once;
 };
 
 // Backward. A row tile is 128 query rows of one head and sequence; its number is that of q's scale atom above, so that

@@ -201,7 +201,6 @@ def render(rows):
             f"| {r['name']} | {r['softmax']} / {r['others']} ({r['launch']}) | {r['stack']} B, {r['spills']} B, {r['local']} | "
             f"{r['umma']} | {r['other_mma']} | {r['instructions']} |"
         )
-    names = list(PIPES.values())
     titles = {
         "attn_fwd": "Issue slots of a softmax warp per full 128x128 tile",
         "attn_bwd": "Issue slots of a compute warp per full tile, of which it has 32 keys and 64 queries (two such warps per sub-partition)",

@@ -34,8 +34,8 @@ class Params(ctypes.Structure):
         ),
         *((name, ctypes.c_int32) for name in ("window_left", "window_right", "q_blocks")),
         ("scale_log2", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("negate", "out_aligned")),
-        ("padding", ctypes.c_int32 * 2),  # the struct is a multiple of its alignment, 64
+        *((name, ctypes.c_int32) for name in ("negate", "out_aligned", "heads_at_once")),
+        ("padding", ctypes.c_int32 * 1),  # the struct is a multiple of its alignment, 64
     ]
 
 
@@ -118,7 +118,7 @@ def _atoms(scale, axis, cu, padding):
 
 def run(
     ptx: Path, ops: Operands, *, softmax_scale=None, window=(-1, -1), out_dtype=torch.float32, grid=1,
-    scale_padding=0xFF, max_q=None, max_k=None, **options,
+    scale_padding=0xFF, heads_at_once=2, max_q=None, max_k=None, **options,
 ):  # fmt: skip
     """Returns out, lse, emulator report."""
     packed = ops.cu_q is not None
@@ -154,6 +154,7 @@ def run(
         q_scale_tiles=q_tiles, k_scale_tiles=k_tiles, window_left=window[0], window_right=window[1],
         q_blocks=-(-longest_q // (2 * TILE)),
         scale_log2=max(abs(scale) * math.log2(math.e), 2.0**-126), negate=scale < 0,
+        heads_at_once=heads_at_once,
         out_aligned=head_dim * out.element_size() % 16 == 0,
     )  # fmt: skip
     for name, m in zip(("q", "k", "v", "v_tok"), maps, strict=True):

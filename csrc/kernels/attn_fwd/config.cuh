@@ -148,11 +148,14 @@ struct Work {
   FAMX_DEVICE int keys(int key_tile) const { return min(seqlen_k - key_tile * kTile, kTile); }
 
   FAMX_DEVICE Work(const AttnFwdParams& p, int item) {
-    // Heads that share K and V are neighbours, so that they meet in L2; long tiles (causal) come first.
-    int block = p.q_blocks - 1 - item / (p.heads * p.batch);
-    int rest = item % (p.heads * p.batch);
-    batch = rest / p.heads;
-    head = rest % p.heads;
+    const int total = p.heads * p.batch;
+    const int group = item / (p.q_blocks * p.heads_at_once) * p.heads_at_once;  // its first head
+    const int in_group = min(p.heads_at_once, total - group);
+    const int rest = item - group * p.q_blocks;
+    const int block = p.q_blocks - 1 - rest / in_group;
+    const int global_head = group + rest % in_group;
+    batch = global_head / p.heads;
+    head = global_head % p.heads;
     row = block * kTiles * kTile;
     seqlen_q = p.seqlen_q, seqlen_k = p.seqlen_k;
     q_start = k_start = 0;
