@@ -46,4 +46,61 @@ struct AttnFwdParams {
   int32_t heads_at_once;
 };
 
+// Backward. A row tile is 128 query rows of one head and sequence; its number is that of q's scale atom above, so that
+// arrays "by row tile" hold 128 rows for every tile, whatever the sequence's length.
+//   bias, minus_delta   [row tile][128] fp32
+//   dq_acc        [row tile][4][kHeadDim / 4][32][4] fp32: lots of 4 channels of 32 rows; sums of dS · K, not yet scaled
+//   dq_turn       [row tile]: how many warps have added to it, four for each key tile
+// bwd_preprocess writes all of them; attn_bwd reads bias and minus_delta and adds to dq_acc; bwd_postprocess reads dq_acc.
+
+struct BwdPreprocessParams {
+  const uint8_t* dout;        // payload, rowwise; rows start at multiples of 4 bytes
+  const uint8_t* dout_scale;  // atoms of 512 bytes
+  const void* out;            // O as the forward returned it
+  const float* lse;
+  float* bias;         // -LSE · log2(e); -inf for rows that see no key or do not exist
+  float* minus_delta;  // -rowsum(dO ∘ O) with the dequantised dO; 0 for rows that do not exist
+  float* dq_acc;       // becomes 0; may be null
+  int32_t* dq_turn;    // becomes 0; may be null
+  const int32_t* cu_seqlens_q;
+  int64_t dout_stride_batch, dout_stride_token, dout_stride_head;
+  int64_t out_stride_batch, out_stride_token, out_stride_head;
+  int64_t lse_stride_batch, lse_stride_head;
+  int32_t batch, heads, head_dim;
+  int32_t seqlen_q, row_tiles;  // row_tiles: per head, as q_scale_tiles
+};
+
+struct AttnBwdParams {
+  // Payloads, dimensions and boxes as in AttnFwdParams. *_col: blocks along the tokens; v_tok: one scale per token.
+  TensorMapBytes q, q_col, dout, dout_col, k, k_col, v_tok;
+  const uint8_t *q_scale, *q_col_scale, *dout_scale, *dout_col_scale, *k_scale,
+      *k_col_scale;            // atoms
+  const uint8_t* v_tok_scale;  // plain bytes
+  const float *bias, *minus_delta;
+  float* dq_acc;  // null: dQ is not wanted
+  int32_t*
+      dq_turn;  // null: key tiles add to dQ in any order; else in ascending order, the same bits every time
+  void *dk, *dv;  // (batch, seqlen_k, heads_k, head_dim); null: not wanted
+  const int32_t *cu_seqlens_q, *cu_seqlens_k;
+  int64_t v_tok_scale_stride_batch, v_tok_scale_stride_token, v_tok_scale_stride_head;
+  int64_t dk_stride_batch, dk_stride_token, dk_stride_head;
+  int64_t dv_stride_batch, dv_stride_token, dv_stride_head;
+  int32_t batch, heads_k, heads_per_kv, head_dim;
+  int32_t seqlen_q, seqlen_k;        // packed: the longest ones
+  int32_t row_tiles, k_scale_tiles;  // atoms per head, of q and dout and of k
+  int32_t window_left, window_right;
+  float scale_log2, softmax_scale;  // scale_log2 = softmax_scale · log2(e); may be negative or 0
+  int32_t grads_aligned;            // rows of dk and dv start at 16-byte boundaries
+};
+
+struct BwdPostprocessParams {
+  const float* dq_acc;
+  void* dq;  // (batch, seqlen_q, heads, head_dim)
+  const int32_t* cu_seqlens_q;
+  int64_t dq_stride_batch, dq_stride_token, dq_stride_head;
+  int32_t batch, heads, head_dim;
+  int32_t seqlen_q, row_tiles;
+  float softmax_scale;
+};
+
 }  // namespace flash_attn_mx

@@ -109,7 +109,8 @@ def round_e4m3_(y: Tensor) -> Tensor:
 
 def _block_amax(x: Tensor) -> Tensor:
     """(..., br, C, bc) -> amax |x| over br and bc."""
-    return torch.maximum(x.amax((-3, -1)), x.amin((-3, -1)).neg_())
+    # The sign of a NaN would end up in the exponent.
+    return torch.maximum(x.amax((-3, -1)), x.amin((-3, -1)).neg_()).abs_()
 
 
 def round_blocks_(x: Tensor, block_rows: int, block_cols: int) -> Tensor:

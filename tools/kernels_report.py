@@ -3,7 +3,8 @@
     python tools/kernels_report.py [--check]      needs ptxas (CUDA wheels) and nvdisasm (nvidia-cuda-nvdisasm)
 
 The softmax loop is counted on the path of a full tile: the shortest way in the control-flow graph from the wait for S
-through the exponentials, the waits for the last product and for the other tile's S, the arrival of P, and back.
+through the exponentials, the waits for the last product and for the other tile's S, the arrival of P, and back; of the
+backward's compute loop, from the wait for S through the arrivals of P and of dS, and back.
 """
 
 import argparse
@@ -130,6 +131,35 @@ def softmax_loop(blocks, head_dim):
     return collections.Counter(op.split(".")[0].split()[0] for i in path for _, op in blocks[i].ops)
 
 
+def compute_loop(blocks, head_dim):
+    """Opcode counts of one full half tile of the backward's compute loop."""
+    ring, dq_stages = (8, 1) if head_dim == 128 else (12, 2)
+    barriers = (3 + ring) * 128 * head_dim + 128 * 128 + (2 + ring + 4) * 512
+    barriers += 2 * 2 * 128 * 4 + dq_stages * 128 * 32 * 4
+    s_full = barriers + 8 * (1 + 2 * ring + 2 * 2)
+    p_full, dp_full, ds_full = s_full + 16, s_full + 24, s_full + 40
+    loops = []
+    for head in waits_for(blocks, s_full):  # one in the code of full tiles, one in that of cut ones
+        path, at = [], head
+        for goals in (
+            arrives_at(blocks, p_full),
+            waits_for(blocks, dp_full),
+            arrives_at(blocks, ds_full),
+            {head},
+        ):
+            part = shortest(blocks, at, goals) if at not in goals or goals == {head} else []
+            if part is None:
+                break
+            path += part
+            at = path[-1] if path else at
+        else:
+            loops.append(path)
+    if not loops:
+        raise SystemExit("the compute loop was not recognised")
+    path = min(loops, key=lambda path: sum(len(blocks[i].ops) for i in path))
+    return collections.Counter(op.split(".")[0].split()[0] for i in path for _, op in blocks[i].ops)
+
+
 def report(ptx):
     """One kernel -> dict of figures."""
     with tempfile.TemporaryDirectory() as folder:
@@ -147,6 +177,7 @@ def report(ptx):
     blocks = parse(sass)
     everything = collections.Counter(op.split(".")[0].split()[0] for b in blocks for _, op in b.ops)
     name = ptx.name.split(".")[0]
+    loop = softmax_loop if name.startswith("attn_fwd") else compute_loop
     head_dim = int(re.search(r"_d(\d+)_", name).group(1))
     raised = [int(n, 16) for n in re.findall(r"USETMAXREG\.TRY_ALLOC\S* UP\d, (0x[0-9a-f]+)", sass)]
     lowered = [int(n, 16) for n in re.findall(r"USETMAXREG\.DEALLOC\S* (0x[0-9a-f]+)", sass)]
@@ -154,7 +185,7 @@ def report(ptx):
         "name": name, "launch": int(re.search(r"Used (\d+) registers", log).group(1)), "softmax": max(raised),
         "others": max(lowered), "stack": stack, "spills": stores + loads, "local": everything["LDL"] + everything["STL"],
         "umma": everything["UTCQMMA"], "other_mma": sum(everything[n] for n in ("HMMA", "QMMA", "IMMA", "UTCHMMA")),
-        "instructions": sum(everything.values()), "loop": softmax_loop(blocks, head_dim),
+        "instructions": sum(everything.values()), "loop": loop(blocks, head_dim),
     }  # fmt: skip
 
 
@@ -162,7 +193,7 @@ def render(rows):
     lines = [
         "# Kernels report", "",
         "Written by `tools/kernels_report.py` from ptxas and nvdisasm for sm_100f. Static counts: nothing here was timed.", "",
-        "| kernel | registers softmax / others (at launch) | stack, spills, local memory | UTCQMMA | other MMA | instructions |",
+        "| kernel | registers softmax or compute / others (at launch) | stack, spills, local memory | UTCQMMA | other MMA | instructions |",
         "|---|---|---|---|---|---|",
     ]  # fmt: skip
     for r in rows:
@@ -170,16 +201,27 @@ def render(rows):
             f"| {r['name']} | {r['softmax']} / {r['others']} ({r['launch']}) | {r['stack']} B, {r['spills']} B, {r['local']} | "
             f"{r['umma']} | {r['other_mma']} | {r['instructions']} |"
         )
+    titles = {
+        "attn_fwd": "Issue slots of a softmax warp per full 128x128 tile",
+        "attn_bwd": "Issue slots of a compute warp per full tile, of which it has 32 keys and 64 queries (two such warps per sub-partition)",
+    }  # fmt: skip
+    for prefix, title in titles.items():
+        chosen = [r for r in rows if r["name"].startswith(prefix)]
+        if chosen:
+            lines += ["", f"{title}:", "", *loop_table(chosen)]
+    return "\n".join(lines) + "\n"
+
+
+def loop_table(rows):
     names = list(PIPES.values())
-    lines += ["", "Issue slots of a softmax warp per full 128x128 tile:", ""]
-    lines += [f"| kernel | **all** | {' | '.join(names)} | rest |", "|---" * (len(names) + 3) + "|"]
+    lines = [f"| kernel | **all** | {' | '.join(names)} | rest |", "|---" * (len(names) + 3) + "|"]
     for r in rows:
         counts = [r["loop"].get(op, 0) for op in PIPES]
         total = sum(r["loop"].values())
         lines.append(
             f"| {r['name']} | **{total}** | {' | '.join(map(str, counts))} | {total - sum(counts)} |"
         )
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def main():
@@ -188,7 +230,7 @@ def main():
         "--check", action="store_true", help="fail where the committed report differs"
     )
     args = parser.parse_args()
-    text = render([report(ptx) for ptx in sorted(DEVICE.glob("attn_fwd_*.sm_100f.ptx"))])
+    text = render([report(ptx) for ptx in sorted(DEVICE.glob("attn_*.sm_100f.ptx"))])
     if args.check:
         sys.exit(
             REPORT.read_text() != text and f"{REPORT} is out of date: run {Path(__file__).name}"

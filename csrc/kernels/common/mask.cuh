@@ -57,4 +57,38 @@ struct TileRange {
   }
 };
 
+// The same seen from the keys: key k is seen by the queries of [first_query(k), end_query(k)).
+struct QueryWindow {
+  Window window;
+  int seqlen_q;
+
+  FAMX_DEVICE int first_query(int key) const {
+    return window.right < 0 ? 0 : max(0, key - window.offset - window.right);
+  }
+  FAMX_DEVICE int end_query(int key) const {
+    if (key >= window.seqlen_k) return 0;
+    return window.left < 0 ? seqlen_q
+                           : max(0, min(seqlen_q, key - window.offset + window.left + 1));
+  }
+
+  // Query tiles in which a row sees a key of the tile: those whose TileRange is active there. They are neighbours.
+  FAMX_DEVICE int first_tile(int key_tile) const {
+    const int first = first_query(key_tile * kTile);
+    return first >= seqlen_q ? tiles() : first / kTile;
+  }
+  FAMX_DEVICE int end_tile(int key_tile) const {
+    const int key = min((key_tile + 1) * kTile, window.seqlen_k) - 1;
+    return key < key_tile * kTile ? 0 : (end_query(key) + kTile - 1) / kTile;
+  }
+  FAMX_DEVICE int tiles() const { return (seqlen_q + kTile - 1) / kTile; }
+
+  // Query tiles [full_first_tile, full_end_tile): every pair exists and is visible.
+  FAMX_DEVICE int full_first_tile(int key_tile) const {
+    return (first_query((key_tile + 1) * kTile - 1) + kTile - 1) / kTile;
+  }
+  FAMX_DEVICE int full_end_tile(int key_tile) const {
+    return (key_tile + 1) * kTile <= window.seqlen_k ? end_query(key_tile * kTile) / kTile : 0;
+  }
+};
+
 }  // namespace flash_attn_mx

@@ -17,7 +17,7 @@ constexpr int kScaleAtomColumns = 4;  // of tensor memory
 
 // D[128 x kN] (+)= A · B^T in fp32. k_block selects the byte of the scale words: block 0..3 of a 128-element row.
 // CuTe sets the same field through the top two bits of the scale address (cute/atom/mma_traits_sm100.hpp).
-template <int kN, cute::UMMA::Major kMajorB>
+template <int kN, cute::UMMA::Major kMajorB, cute::UMMA::Major kMajorA = cute::UMMA::Major::K>
 constexpr uint32_t mxf8_instruction(int k_block, bool negate_a = false) {
   static_assert(kN % 16 == 0 && kN >= 16 && kN <= 256, "PTX ISA 9.7.16.2, table 39");
   cute::UMMA::InstrDescriptorBlockScaled d{};
@@ -26,7 +26,7 @@ constexpr uint32_t mxf8_instruction(int k_block, bool negate_a = false) {
   d.a_format_ = uint8_t(cute::UMMA::MXF8F6F4Format::E4M3);
   d.b_format_ = uint8_t(cute::UMMA::MXF8F6F4Format::E4M3);
   d.a_negate_ = negate_a;
-  d.a_major_ = uint8_t(cute::UMMA::Major::K);
+  d.a_major_ = uint8_t(kMajorA);
   d.b_major_ = uint8_t(kMajorB);
   d.n_dim_ = kN >> 3;
   d.m_dim_ = kMmaM >> 4;

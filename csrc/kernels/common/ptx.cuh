@@ -76,6 +76,26 @@ FAMX_DEVICE int opaque(int x) {
   return x;
 }
 
+// Largest of the warp's values, in every lane. Bits of non-negative floats are ordered as the floats are, NaN on top.
+FAMX_DEVICE uint32_t warp_max(uint32_t x) {
+  uint32_t d;
+  asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(d) : "r"(x));
+  return d;
+}
+
+// --- device-scope order between CTAs --------------------------------------------------------------
+
+FAMX_DEVICE int load_acquire(const int* global) {
+  int v;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(global) : "memory");
+  return v;
+}
+
+// Release of what this thread did, and of what it has seen others do through a CTA barrier.
+FAMX_DEVICE void add_release(int* global, int x) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(global), "r"(x) : "memory");
+}
+
 // Volatile, so that it stays where it is written.
 FAMX_DEVICE float4 load_shared(uint32_t smem) {
   float4 v;
@@ -107,6 +127,22 @@ FAMX_DEVICE void bulk_load(uint32_t smem, const void* global, uint32_t bytes, ui
       "l"(global), "r"(bytes), "r"(barrier)
       : "memory");
 }
+
+// fp32 sums: global += shared, in the L2, no order among elements. The copy belongs to the thread's open group.
+FAMX_DEVICE void bulk_add_f32(void* global, uint32_t smem, uint32_t bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
+      "r"(smem), "r"(bytes)
+      : "memory");
+}
+FAMX_DEVICE void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// At most kPending of this thread's groups still read shared memory.
+template <int kPending>
+FAMX_DEVICE void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+// All groups of this thread have written.
+FAMX_DEVICE void bulk_wait_written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // --- tensor memory (9.7.16) ---------------------------------------------------------------------
 
@@ -221,6 +257,19 @@ FAMX_DEVICE Float2 add(Float2 a, Float2 b) {
   asm("add.rn.f32x2 %0, %1, %2;" : "=l"(d.bits) : "l"(a.bits), "l"(b.bits));
   return d;
 }
+// Products that are not added to anything: ptxas 13.0 makes one fused operation of mul.rn.f32x2 and add.rn.f32x2,
+// whatever -fmad says (of the scalar forms it does not).
+FAMX_DEVICE Float2 mul(Float2 a, Float2 b) {
+  Float2 d;
+  asm("mul.rn.f32x2 %0, %1, %2;" : "=l"(d.bits) : "l"(a.bits), "l"(b.bits));
+  return d;
+}
+// A product that is rounded before something is added; subnormal results become 0. (.ftz keeps ptxas from fusing.)
+FAMX_DEVICE Float2 mul_rounded(Float2 a, Float2 b) {
+  Float2 d;
+  asm("mul.rn.ftz.f32x2 %0, %1, %2;" : "=l"(d.bits) : "l"(a.bits), "l"(b.bits));
+  return d;
+}
 FAMX_DEVICE Float2 fma(Float2 a, Float2 b, Float2 c) {
   Float2 d;
   asm("fma.rn.f32x2 %0, %1, %2, %3;" : "=l"(d.bits) : "l"(a.bits), "l"(b.bits), "l"(c.bits));
@@ -264,6 +313,12 @@ FAMX_DEVICE float max_nan(float a, float b) {
 FAMX_DEVICE float max_nan(float a, float b, float c) {
   float d;
   asm("max.NaN.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(a), "f"(b), "f"(c));
+  return d;
+}
+
+FAMX_DEVICE float min_nan(float a, float b) {
+  float d;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
   return d;
 }
 
