@@ -310,3 +310,15 @@ def test_c45_supported_dtypes_keep_theirs(device, dtype):
         assert getattr(got, name).dtype == dtype
         bound = tol.QUALITY_SMALL
         compare.assert_close(getattr(got, name), getattr(want, name), name, frobenius=bound)
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, -0x00400000], ids=["nan", "-nan"])
+def test_c55_nan_of_either_sign_is_never_lost_in_backward(device, bits):
+    """NaN in dO reaches the gradients whatever its sign bit, which once passed for a scale exponent."""
+    nan = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    assert torch.isnan(nan)
+    problem = normal_problem(64, device=device)
+    problem.dout[0, 7, 0, 3] = nan
+    result = attend(problem)
+    assert torch.isnan(result.dq[0, 7]).all()
+    assert torch.isnan(result.dk).any() and torch.isnan(result.dv[..., 3]).all()

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import NamedTuple, Optional
 
 import torch
-from kernels.attn_fwd import OUT_NAMES, TILE, _atoms, _map, _padded
+from kernels import attn_fwd
+from kernels.attn_fwd import OUT_NAMES, TILE
 
 from flash_attn_mx import emulator, portable
 from flash_attn_mx.quantize import quantize_mxfp8
@@ -24,6 +25,35 @@ AXES = {
     "k": "rowwise",
     "k_col": "colwise",
 }
+
+
+def _padded(x):
+    """Payload bytes with head_dim padded to 16, which tensor maps need of strides."""
+    d = x.shape[-1]
+    return torch.nn.functional.pad(x.contiguous().view(torch.uint8), (0, -d % 16)).contiguous()
+
+
+def _map(payload, head_dim, box_dim):
+    """Payload (B, S, H, padded D) -> tensor map with dimensions (D, S, H, B)."""
+    b, s, h, _ = payload.shape
+    st = payload.stride()
+    sizes = (head_dim, max(s, 1), h, b)
+    strides = tuple(max(16, n) for n in (st[1], st[2], st[0]))
+    return emulator.TensorMap.tiled(
+        payload,
+        (box_dim, TILE, 1, 1),
+        dims=sizes,
+        strides=strides,
+        dtype="uint8",
+        swizzle=f"{box_dim}B",
+    )
+
+
+def _atoms(operand, axis, cu, padding):
+    """Swizzled atoms (heads and tiles, 512) of an operand's plain scales, and tiles per head."""
+    data, scale = operand
+    atoms = attn_fwd._atoms(scale, axis, cu, data.shape[0], padding).view(torch.uint8)
+    return atoms.reshape(-1, 512).contiguous(), atoms.shape[-1] // 512
 
 
 def _strides(*tensors, dims=("batch", "token", "head")):
@@ -196,7 +226,7 @@ def run(
     atoms, tiles = {}, {}
     for name, axis in AXES.items():
         cu = ops.cu_k if name[0] == "k" else ops.cu_q
-        atoms[name], tiles[name] = _atoms(getattr(ops, name)[1], axis, cu, scale_padding)
+        atoms[name], tiles[name] = _atoms(getattr(ops, name), axis, cu, scale_padding)
     row_tiles, key_tiles = tiles["q"], tiles["k"]
     assert set(tiles.values()) <= {row_tiles, key_tiles}
     longest_q, longest_k = (
