@@ -41,7 +41,7 @@ KNOWN = {
     ("cudnn_fwd_mxfp8_d256", "delayed"): "race in the kernel: K stage refilled without a wait for the MMA",
     ("cudnn_fwd_mxfp8_d256", "random"): "race in the kernel: K stage refilled without a wait for the MMA",
     ("cudnn_fwd_mxfp8_d192_dv128", "delayed"): "not explained",
-    ("fa4_bwd_bf16_d128_gqa", "*"): "not explained",
+    ("fa4_bwd_bf16_d128_gqa", "*"): "recorder gives dq the PTX of dk's postprocess",
     ("fa4_bwd_bf16_d128_1cta", "*"): "exits with TMA stores that nobody waited for",
     ("fa4_bwd_bf16_d128_causal_1cta", "*"): "exits with TMA stores that nobody waited for",
     ("fa4_bwd_bf16_d64", "*"): "exits with TMA stores that nobody waited for",
