@@ -1,6 +1,6 @@
 # Every target does its own set-up. A fresh machine needs Python >= 3.10 with venv, a C++17 compiler
 # and access to the package registries; nothing here needs a GPU or a system CUDA.
-#   make demo | test | test-slow | lint | bench | kernels-report | wheel | clean | distclean
+#   make demo | test | test-slow | test-peers | lint | bench | kernels-report | wheel | clean | distclean
 # PYTHON=python3.12 chooses the interpreter; ARGS="..." goes to the command that a target runs.
 
 SHELL := /bin/bash
@@ -21,7 +21,7 @@ GPU := not gpu_sm90 and not gpu_sm100
 BUILD_INPUTS := setup.py pyproject.toml flash_attn_mx/_env.py flash_attn_mx/_version.py \
                 $(shell find csrc -type f)
 
-.PHONY: help demo test test-slow lint bench kernels-report wheel clean distclean
+.PHONY: help demo test test-slow test-peers lint bench kernels-report wheel clean distclean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -37,6 +37,23 @@ test: $(VENV)/.built
 
 test-slow: $(VENV)/.built
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q tests -m "slow and $(GPU)" $(ARGS)
+
+# Other projects' kernels in the emulator (docs/emulator.md). Their packages want a CPU build of torch and more than
+# 1 GB besides, so they have a venv of their own. ARGS="tutorial_0* fa4_fwd_bf16_d128 --orders eager" chooses.
+# TORCH_CPU_INDEX: the index of PyTorch's CPU builds, where pip's own configuration does not name it.
+PEERS := build/peers
+PEER_PIP := $(PEERS)/venv/bin/python -m pip --disable-pip-version-check install --no-compile
+
+test-peers: $(VENV)/.built $(PEERS)/venv/.installed
+	OMP_NUM_THREADS=1 $(PY) tests/emulator/run_peers.py --peer-python $(PEERS)/venv/bin/python $(ARGS)
+
+$(PEERS)/venv/.installed:
+	mkdir -p $(PEERS)
+	$(PYTHON) -m venv $(PEERS)/venv
+	$(PEER_PIP) $(addprefix --extra-index-url ,$(TORCH_CPU_INDEX)) torch==2.13.0+cpu
+	$(PEER_PIP) "nvidia-cutlass-dsl[cu13]==4.8.1" apache-tvm-ffi==0.1.15.post2 cuda-python==13.4.4 einops==0.8.2 torch_c_dlpack_ext==0.1.5
+	$(PEER_PIP) --no-deps flash-attn-4==4.0.0b36 quack-kernels==0.6.5 nvidia-cudnn-frontend==1.32.0 triton==3.6.0
+	touch $@
 
 bench: $(VENV)/.built
 	$(PY) $(firstword $(wildcard benchmarks/run.py) benchmarks/bench_portable.py) $(ARGS)

@@ -336,20 +336,32 @@ bool Runner::slice(Warp& w, int budget) {
   return did;
 }
 
-// Lets one queued operation happen. Which one is random, so that nothing can rely on an order.
+// Lets one queued operation happen. Which one is random, so that nothing can rely on an order; the
+// seed also says which kind is in a hurry, because a uniform choice among dozens of copies rarely
+// lets an MMA overtake the one copy that it should have waited for.
 bool Runner::run_async() {
   std::vector<std::deque<AsyncOp>*> queues;
   for (auto& c : cl_.ctas) {
     for (auto& q : c->tc)
       if (!q.empty()) queues.push_back(&q);
-    for (auto& w : c->warps)
-      if (!w->tmem_st.empty()) queues.push_back(&w->tmem_st);
   }
   for (auto& q : cl_.cpasync)
     if (!q.empty()) queues.push_back(&q);
+  // Nobody waits for a tcgen05.st but its own wait::st, which performs it: late means last.
+  if (m_.opt.order != Order::Delayed || (queues.empty() && cl_.dma.empty()))
+    for (auto& c : cl_.ctas)
+      for (auto& w : c->warps)
+        if (!w->tmem_st.empty()) queues.push_back(&w->tmem_st);
   size_t n = queues.size() + cl_.dma.size();
   if (!n) return false;
+  // 0: none, 1: tcgen05, then newest copies, 2: copies, 3: tcgen05, then oldest copies
+  const uint64_t hurry = m_.opt.seed % 4;
+  const bool tc = hurry == 2 ? cl_.dma.empty() : !queues.empty();
   size_t k = cl_.random() % n;
+  if (hurry && tc)
+    k = cl_.random() % queues.size();
+  else if (hurry)
+    k = hurry == 3 ? queues.size() : hurry == 1 ? n - 1 : n - 1 - k % cl_.dma.size();
   AsyncOp op;
   if (k < queues.size()) {
     op = std::move(queues[k]->front());

@@ -35,12 +35,11 @@ std::map<uint64_t, uint64_t> allocations;
   std::exit(3);
 }
 
-#ifndef SHIM_ORDER
-#define SHIM_ORDER Eager
-#endif
-#ifndef SHIM_PROXY
-#define SHIM_PROXY true
-#endif
+// Options come by environment: SHIM_ORDER (eager, delayed, random), SHIM_SEED, SHIM_PROXY=0 (check off).
+std::string option(const char* name, const char* otherwise) {
+  const char* v = std::getenv(name);
+  return v ? v : otherwise;
+}
 
 // The PTX inside a fat binary: a header (magic, version, header size, size), then entries; kind 1
 // is PTX text.
@@ -85,8 +84,12 @@ int launch(const void* f, const uint32_t* grid, const uint32_t* block, const uin
       m.opt.cluster[d] = cluster[d] ? cluster[d] : 1;
     m.opt.dynamic_smem = (uint32_t)smem;
     m.opt.threads = 2;
-    m.opt.order = Order::SHIM_ORDER;
-    m.opt.checks.proxy = SHIM_PROXY;
+    const std::string order = option("SHIM_ORDER", "eager");
+    m.opt.order = order == "random"    ? Order::Random
+                  : order == "delayed" ? Order::Delayed
+                                       : Order::Eager;
+    m.opt.seed = std::stoull(option("SHIM_SEED", "0"));
+    m.opt.checks.proxy = option("SHIM_PROXY", "1") != "0";
     m.params.resize(prog->param_bytes);
     for (size_t i = 0; i < prog->params.size(); ++i)
       std::memcpy(m.params.data() + prog->params[i].offset, args[i], prog->params[i].size);
