@@ -316,12 +316,9 @@ void do_bfe(Exec& x, const Instr& in, uint32_t mask) {
     int p = pos[i] & 255, n = len[i] & 255;
     bool sgn = std::is_signed_v<T> && n && ((U<T>)a[i] >> std::min(p + n - 1, bits - 1) & 1);
     U<T> v = p < bits ? (U<T>)a[i] >> p : 0;
-    if (n < bits) {
-      U<T> m = ((U<T>)1 << n) - 1;
-      v = sgn ? v | ~m : v & m;
-      if (p >= bits) v = sgn ? ~(U<T>)0 : 0;
-    }
-    if (sgn && p + n > bits && p < bits && p) v |= ~(U<T>)0 << (bits - p);
+    int have = std::min(n, std::max(bits - p, 0));  // bits that are really there
+    U<T> m = have < bits ? ((U<T>)1 << have) - 1 : ~(U<T>)0;
+    v = sgn ? v | ~m : v & m;
     out[i] = (T)v;
   }
   put(x, in.op[0], out, mask);

@@ -95,8 +95,8 @@ void do_f2i(Exec& x, const Instr& in,
     uint64_t r;
     if (v != v)
       r = in.aux[1] == (uint32_t)Ty::F64 || bits == 64
-              ? 1ull << 63
-              : 0;  // sm_90: NaN gives 0, or 2^63 where 64 bits are involved
+              ? 1ull << (bits - 1)
+              : 0;  // sm_90: NaN gives 0, or only the top bit where 64 bits are involved
     else if (v < lo)
       r = dt.sgn ? (uint64_t)1 << (bits - 1) : 0;
     else if (v >= hi)
@@ -140,12 +140,25 @@ void do_i2f(Exec& x, const Instr& in, uint32_t mask) {
     int64_t s = sign_extend(raw, st.bytes);
     bool neg = st.sgn && s < 0;
     uint64_t mag = st.sgn ? (neg ? 0 - (uint64_t)s : (uint64_t)s) : truncate(raw, st.bytes);
-    out[i] = int_to_float(neg, mag, (Ty)in.aux[0], (Round)(in.aux[2] & 255));
+    if (in.aux[3]) mag = neg ? 0 : mag != 0, neg = false;  // .sat: to [0, 1]
+    out[i] = int_to_float(neg, mag, (Ty)in.aux[0], (Round)in.aux[2]);
   }
   put_float(x, in.op[0], out, (Ty)in.aux[0], mask);
 }
 
 enum F2F : uint32_t { kFtz = 1, kSat = 2, kRelu = 4, kSatFinite = 8, kIntegral = 16 };
+// NaNs keep sign and leading payload bits where f64 is involved and from bf16 to f32 (sm_90).
+bool nan_payload(uint64_t raw, Ty st, Ty dt, bool fz, uint64_t* out) {
+  if (st == Ty::BF16 && dt == Ty::F32) return *out = raw << 16, true;
+  if (st != Ty::F64 && dt != Ty::F64) return false;
+  if (st == Ty::F32 && fz) raw = kNan32;
+  auto bits = [](Ty t) { return t == Ty::F64 ? 64 : t == Ty::F32 ? 32 : 16; };
+  auto mant = [](Ty t) { return t == Ty::F64 ? 52 : t == Ty::F32 ? 23 : t == Ty::F16 ? 10 : 7; };
+  uint64_t payload = raw << (64 - mant(st)) >> 12 | 1ull << 51;  // as f64, quiet
+  uint64_t sign = raw >> (bits(st) - 1) & 1;
+  uint64_t exp = (1ull << (bits(dt) - 1)) - (1ull << mant(dt));
+  return *out = sign << (bits(dt) - 1) | exp | payload >> (52 - mant(dt)), true;
+}
 void do_f2f(Exec& x, const Instr& in, uint32_t mask) {  // aux: dst type, src type, rounding, flags
   Ty dt = (Ty)in.aux[0], st = (Ty)in.aux[1];
   Round r = (Round)in.aux[2];
@@ -154,7 +167,10 @@ void do_f2f(Exec& x, const Instr& in, uint32_t mask) {  // aux: dst type, src ty
     double v = load_float(src_lane(x, in.op[1], i), st);
     if (in.aux[3] & kFtz && (st == Ty::F32) && std::fabs(v) < 0x1p-126) v = std::copysign(0.0, v);
     if (in.aux[3] & kIntegral) v = round_integral(v, r);
-    if (in.aux[3] & kRelu && v < 0) v = 0;
+    if (in.aux[3] & kRelu && v <= 0) v = 0;  // -0 too
+    if (v != v && !(in.aux[3] & kSat) &&
+        nan_payload(src_lane(x, in.op[1], i), st, dt, in.aux[3] & kFtz, &out[i]))
+      continue;
     if (in.aux[3] & kSat) v = v > 0 ? (v < 1 ? v : 1) : 0;
     switch (dt) {
       case Ty::F64:
@@ -178,8 +194,9 @@ void do_tf32(Exec& x, const Instr& in, uint32_t mask) {
   const uint32_t* a = src(x, in.op[1], ta);
   for (int i = 0; i < 32; ++i) {
     double v = as_float(a[i]);
-    if (in.aux[1] && v < 0) v = 0;
-    out[i] = v != v ? kNan32 : encode(v, kTF32, (Round)in.aux[0], in.aux[2]) << 13;
+    if (in.aux[1] && v <= 0) v = 0;  // -0 too
+    out[i] = v != v ? ((Round)in.aux[0] == Round::RNA ? a[i] : kNan32) & ~0x1FFFu
+                    : encode(v, kTF32, (Round)in.aux[0], in.aux[2]) << 13;
   }
   put(x, in.op[0], out, mask);
 }
@@ -195,7 +212,7 @@ void do_pack16(Exec& x, const Instr& in,
   } else {
     for (int i = 0; i < 32; ++i) {
       float p = a[i], q = b[i];
-      if (in.aux[2]) p = p < 0 ? 0 : p, q = q < 0 ? 0 : q;
+      if (in.aux[2]) p = p <= 0 ? 0 : p, q = q <= 0 ? 0 : q;
       out[i] = encode(p, f, (Round)in.aux[1], in.aux[3]) << 16 |
                encode(q, f, (Round)in.aux[1], in.aux[3]);
     }
@@ -211,7 +228,7 @@ void do_to_fp8(Exec& x, const Instr& in, uint32_t mask) {  // aux: e5m2?, source
   for (int i = 0; i < 32; ++i) {
     double hi = in.aux[1] ? decode((uint16_t)(a[i] >> 16), kF16) : as_float(a[i]);
     double lo = in.aux[1] ? decode((uint16_t)a[i], kF16) : as_float(b[i]);
-    if (in.aux[2]) hi = hi < 0 ? 0 : hi, lo = lo < 0 ? 0 : lo;
+    if (in.aux[2]) hi = hi <= 0 ? 0 : hi, lo = lo <= 0 ? 0 : lo;
     out[i] = (uint16_t)(encode(hi, f, Round::RN, true) << 8 | encode(lo, f, Round::RN, true));
   }
   put(x, in.op[0], out, mask);
@@ -224,7 +241,7 @@ void do_from_fp8(Exec& x, const Instr& in, uint32_t mask) {
   const uint16_t* a = src(x, in.op[1], ta);
   for (int i = 0; i < 32; ++i) {
     double hi = decode(a[i] >> 8, f), lo = decode(a[i] & 255, f);
-    if (in.aux[1]) hi = hi < 0 ? 0 : hi, lo = lo < 0 ? 0 : lo;
+    if (in.aux[1]) hi = hi <= 0 ? 0 : hi, lo = lo <= 0 ? 0 : lo;
     out[i] = encode(hi, kF16, Round::RN, false) << 16 | encode(lo, kF16, Round::RN, false);
   }
   put(x, in.op[0], out, mask);
@@ -282,7 +299,7 @@ ExecFn cvt_f2i(Decode& d) {
 }
 ExecFn cvt_i2f(Decode& d) {
   d.want(2, 2), d.dst(0), d.data(1);
-  if (d.has("sat")) d.fail(".sat is not supported here");
+  d.in.aux[3] = d.has("sat");
   d.in.aux[0] = (uint32_t)d.type(1);
   d.in.aux[1] = (uint32_t)d.type(0);
   d.in.aux[2] = (uint32_t)round_of(d);

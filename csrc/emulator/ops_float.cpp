@@ -12,6 +12,10 @@ enum Flags : uint32_t { kFtz = 1, kSat = 2, kRelu = 4, kNanProp = 8, kXorSign = 
 enum Op { kAdd, kSub, kMul, kFma };
 
 inline float ftz(float f) { return std::fabs(f) < 0x1p-126f ? std::copysign(0.0f, f) : f; }
+template <class T>
+inline T ftz16(T f) {
+  return std::fabs(f) < (T)0x1p-14 ? std::copysign((T)0, f) : f;
+}
 inline float canon(float f) { return f != f ? as_float(kNan32) : f; }
 
 // Runs f under another rounding mode. The asm statements keep the arithmetic between the two
@@ -92,7 +96,7 @@ void arith_f64(Exec& x, const Instr& in, uint32_t mask) {
   for (int i = 0; i < 32; ++i) {
     double y = r == Round::RN ? apply<K>(a[i], b[i], c[i])
                               : rounded(r, a[i], b[i], c[i], apply<K, double>);
-    out[i] = y != y ? as_double(0x7FFFFFFFFFFFFFFFull) : y;  // payload unspecified by PTX
+    out[i] = y;  // NaN payloads pass and 0 * inf is 0xFFF8000000000000, on sm_90 as on x86
   }
   put(x, in.op[0], out, mask);
 }
@@ -112,14 +116,13 @@ void arith_half(Exec& x, const Instr& in, uint32_t mask) {
       double v[3] = {0, 0, 0};
       for (int k = 0; k < n_in; ++k) {
         v[k] = decode((uint16_t)(p[k][i] >> (16 * h)), f);
-        if ((in.aux[0] & kFtz) && !kBf && std::fabs(v[k]) < 0x1p-14)
-          v[k] = std::copysign(0.0, v[k]);
+        if ((in.aux[0] & kFtz) && !kBf) v[k] = ftz16(v[k]);
       }
       double y = K == kAdd   ? add_round_odd(v[0], v[1])
                  : K == kSub ? add_round_odd(v[0], -v[1])
                  : K == kMul ? v[0] * v[1]
                              : add_round_odd(v[0] * v[1], v[2]);
-      if ((in.aux[0] & kRelu) && y < 0) y = 0;
+      if ((in.aux[0] & kRelu) && y <= 0) y = 0;  // -0 too
       if (in.aux[0] & kSat) y = y > 0 ? (y < 1 ? y : 1.0) : 0.0;
       uint32_t b = encode(y, f, (Round)in.aux[1], false);
       if ((in.aux[0] & kFtz) && !kBf && (b & 0x7C00) == 0) b &= 0x8000;
@@ -191,7 +194,15 @@ template <bool kMax>
 void minmax_f64(Exec& x, const Instr& in, uint32_t mask) {
   double ta[32], tb[32], out[32];
   const double *a = src(x, in.op[1], ta), *b = src(x, in.op[2], tb);
-  for (int i = 0; i < 32; ++i) out[i] = kMax ? std::fmax(a[i], b[i]) : std::fmin(a[i], b[i]);
+  for (int i = 0; i < 32; ++i) {
+    double p = a[i], q = b[i];
+    if (p != p || q != q)
+      out[i] = p != p ? q : p;
+    else if (p == q)
+      out[i] = std::signbit(p) == kMax ? q : p;  // -0 < +0
+    else
+      out[i] = (p > q) == kMax ? p : q;
+  }
   put(x, in.op[0], out, mask);
 }
 
@@ -206,6 +217,7 @@ void minmax_half(Exec& x, const Instr& in, uint32_t mask) {
     for (int h = 0; h < N; ++h) {
       float p = (float)decode((uint16_t)(a[i] >> 16 * h), f),
             q = (float)decode((uint16_t)(b[i] >> 16 * h), f), r;
+      if ((in.aux[0] & kFtz) && !in.aux[2]) p = ftz16(p), q = ftz16(q);
       if (in.aux[0] & kXorSign) {
         r = minmax1<kMax>(std::fabs(p), std::fabs(q), in.aux[0] & kNanProp);
         if (r == r && (std::signbit(p) ^ std::signbit(q))) r = -r;
@@ -219,20 +231,27 @@ void minmax_half(Exec& x, const Instr& in, uint32_t mask) {
   put(x, in.op[0], out, mask);
 }
 
-// abs and neg work on bits; NaN payloads pass, as on hardware for .f16/.bf16.
+// abs and neg of one number as sm_90 does them: NaN becomes the canonical one (f64: quiet, sign kept).
+uint64_t absneg1(uint64_t v, Ty t, bool neg, bool fz) {
+  const int bits = t == Ty::F64 ? 64 : t == Ty::F32 ? 32 : 16;
+  const int mant = t == Ty::F64 ? 52 : t == Ty::F32 ? 23 : t == Ty::F16 ? 10 : 7;
+  const uint64_t sign = 1ull << (bits - 1), inf = sign - (1ull << mant);
+  if ((v & ~sign) > inf) return t == Ty::F64 ? v | 1ull << (mant - 1) : sign - 1;
+  if (fz && !(v & inf)) v &= sign;
+  return neg ? v ^ sign : v & ~sign;
+}
 template <class L>
 void absneg(Exec& x, const Instr& in, uint32_t mask) {
   L ta[32], out[32];
   const L* a = src(x, in.op[1], ta);
-  L sign;
-  std::memcpy(&sign, &in.aux[2], 4 < sizeof(L) ? 4 : sizeof(L));
-  if constexpr (sizeof(L) == 8) sign = 1ull << 63;
+  const Ty t = (Ty)in.aux[2];
+  const bool neg = in.aux[1], fz = in.aux[0] & kFtz, two = in.aux[3];
   for (int i = 0; i < 32; ++i) {
-    L v = a[i];
-    if constexpr (sizeof(L) == 4) {
-      if (in.aux[0] & kFtz) v = as_bits(ftz(as_float(v)));
-    }
-    out[i] = in.aux[1] ? (L)(v ^ sign) : (L)(v & ~sign);
+    if (two)
+      out[i] = (L)(absneg1((uint64_t)a[i] & 0xFFFF, t, neg, fz) |
+                   absneg1((uint64_t)a[i] >> 16 & 0xFFFF, t, neg, fz) << 16);
+    else
+      out[i] = (L)absneg1(a[i], t, neg, fz);
   }
   put(x, in.op[0], out, mask);
 }
@@ -267,7 +286,7 @@ void do_testp(Exec& x, const Instr& in, uint32_t mask) {
         b = c == FP_NAN;
         break;
       case 4:
-        b = c == FP_NORMAL;
+        b = c == FP_NORMAL || c == FP_ZERO;
         break;
       case 5:
         b = c == FP_SUBNORMAL;
@@ -398,6 +417,7 @@ void do_setp_float(Exec& x, const Instr& in, uint32_t mask) {  // aux: 0 flags, 
       uint64_t p = src_lane(x, in.op[1], i), q = src_lane(x, in.op[2], i);
       double a = in.aux[2] == 1 ? as_double(p) : decode((uint16_t)p, in.aux[2] == 2 ? kF16 : kBF16);
       double b = in.aux[2] == 1 ? as_double(q) : decode((uint16_t)q, in.aux[2] == 2 ? kF16 : kBF16);
+      if ((in.aux[0] & kFtz) && in.aux[2] == 2) a = ftz16(a), b = ftz16(b);
       r |= (uint32_t)fcmp<double>(in.aux[1], a, b) << i;
     }
   }
@@ -481,19 +501,17 @@ ExecFn float_unary(Decode& d) {
   d.want(2, 2), d.dst(0), d.data(1);
   d.in.aux[0] = flags(d);
   d.in.aux[1] = d.mods[0] == "neg";
+  d.in.aux[3] = d.type() == Ty::F16x2 || d.type() == Ty::BF16x2;
+  d.in.aux[2] = (uint32_t)(d.type() == Ty::F16x2    ? Ty::F16
+                           : d.type() == Ty::BF16x2 ? Ty::BF16
+                                                    : d.type());
   switch (d.type()) {
-    case Ty::F32:
-      d.in.aux[2] = 0x80000000u;
-      return &absneg<uint32_t>;
     case Ty::F64:
       return &absneg<uint64_t>;
     case Ty::F16:
     case Ty::BF16:
-      d.in.aux[2] = 0x8000;
       return &absneg<uint16_t>;
     default:
-      d.in.aux[2] = 0x80008000u;
-      d.in.aux[0] = 0;
       return &absneg<uint32_t>;
   }
 }

@@ -103,8 +103,11 @@ T int_atom(uint32_t op, T old, T b, T c) {
 }
 double float_atom(uint32_t op, double old, double b) {
   if (op == kAdd) return add_round_odd(old, b);
-  if (op == kMin) return std::fmin(old, b);
-  if (op == kMax) return std::fmax(old, b);
+  if (op == kMin || op == kMax) {
+    if (old != old || b != b) return old != old ? b : old;
+    if (old == b) return std::signbit(old) == (op == kMin) ? old : b;  // -0 < +0
+    return (old < b) == (op == kMin) ? old : b;
+  }
   return b;
 }
 
@@ -130,7 +133,10 @@ uint64_t atomic_value(uint32_t op, Ty t, uint64_t old, uint64_t b, uint64_t c) {
     case Ty::B64:
       return int_atom<uint64_t>(op, old, b, c);
     case Ty::F32:
-      if (op == kAdd) return as_bits(as_float((uint32_t)old) + as_float((uint32_t)b));
+      if (op == kAdd) {
+        float y = as_float((uint32_t)old) + as_float((uint32_t)b);
+        return y != y ? kNan32 : as_bits(y);
+      }
       if (op == kExch) return (uint32_t)b;
       return as_bits((float)float_atom(op, as_float((uint32_t)old), as_float((uint32_t)b)));
     case Ty::F64:
@@ -183,7 +189,10 @@ void do_atom(Exec& x, const Instr& in,
                c = in.nops > 3 && in.aux[1] == kCas ? src_lane(x, in.op[3], l) : 0;
       std::memcpy(&old, r.p + k * eb, eb);
       if (eb < 8) v &= (1ull << 8 * eb) - 1;
-      uint64_t nv = atomic_value(in.aux[1], t, old, v, c);
+      // add.f32 on global memory flushes subnormals; on shared memory, and in bulk copies, it does not
+      const bool fz = t == Ty::F32 && in.aux[1] == kAdd && sp == Space::Global;
+      auto flush = [fz](uint64_t u) { return fz && !(u & 0x7F800000) ? u & 0x80000000 : u; };
+      uint64_t nv = flush(atomic_value(in.aux[1], t, flush(old), flush(v), c));
       std::memcpy(r.p + k * eb, &nv, eb);
       if (!red) write_lane(x, in.op[0], l, reinterpret_cast<uint8_t*>(&old), eb, is_signed(t));
     }

@@ -100,7 +100,7 @@ bool decode_map(const uint8_t in[128], TensorMap* t, std::string* why) {
     std::memcpy(&n, in + 32 + 4 * d, 4);
     t->dims[d] = d < t->rank ? (uint64_t)n + 1 : 1;
     t->box[d] = d < t->rank ? in[55 + d] + 1u : 1;
-    t->estride[d] = d < t->rank ? (es >> (3 * d) & 7) + 1u : 1;
+    t->estride[d] = d && d < t->rank ? (es >> (3 * d) & 7) + 1u : 1;
     if (d && d < t->rank) {
       std::memcpy(&s, in + 12 + 4 * (d - 1), 4);
       t->strides[d] = ((uint64_t)(high >> (4 * (d - 1)) & 15) << 32 | s) << 4;
