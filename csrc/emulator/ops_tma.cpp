@@ -55,13 +55,10 @@ void for_chunks(const TensorMap& t, const int32_t* c, F f) {
         }
 }
 
+// The pattern 0x7FF7 in every 16 bits, whatever the element: as recorded on an H200.
 void nan_fill(uint8_t* p, const TensorMap& t, uint32_t n) {
-  uint32_t es = t.elem_bytes();
-  uint64_t v = t.dtype == 6   ? 0x7FFF
-               : t.dtype == 9 ? 0x7FFF
-               : es == 8      ? 0x7FFFFFFFFFFFFFFFull
-                              : 0x7FFFFFFF;
-  for (uint32_t i = 0; i < n; ++i) std::memcpy(p + i * es, &v, es);
+  const uint16_t v = 0x7FF7;
+  for (uint32_t i = 0; i < n * t.elem_bytes(); i += sizeof v) std::memcpy(p + i, &v, sizeof v);
 }
 
 void run_tensor_load(Machine& m, const TensorMap& t, const int32_t* c,
