@@ -12,6 +12,7 @@ import torch
 
 import flash_attn_mx as famx
 from flash_attn_mx import layouts, reference, sm100
+from flash_attn_mx.mx_tensor import MXTensor
 from flash_attn_mx.quantize import quantize_mxfp8
 
 O_ROW = 2.0**-7
@@ -199,6 +200,26 @@ def test_c19_transposed_inputs():
         famx.flash_attn_mx_func(*mx, return_lse=True, backend="emulator") for mx in (views, plain)
     )
     assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+@pytest.mark.parametrize("backend", ["portable", "emulator"])
+@pytest.mark.parametrize("axis", ["rowwise", "colwise"])
+def test_c58_padding_bytes_of_scale_buffers(backend, axis):
+    """S = 33: whatever stands in the padding of the tiled scale buffers, every bit stays (the forward's part)."""
+    inputs = draw((1, 33, 2, 64), (1, 33, 2, 64))
+    axes = ("rowwise", "rowwise", axis)
+    results = []
+    for padding in (0xFF, 0x00):
+        operands = []
+        for x, a in zip(inputs, axes, strict=True):
+            mx = quantize_mxfp8(x, axis=a)
+            buffer = layouts.to_swizzled128x4(layouts.operand_matrix(mx.scale, a), padding)
+            assert (buffer.view(torch.uint8) == padding).any()
+            operands.append(MXTensor.from_parts(mx.data, buffer, a, "swizzled128x4"))
+        options = {"return_lse": True, "out_dtype": torch.float32, "backend": backend}
+        results.append(famx.flash_attn_mx_func(*operands, **options))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b) and a.isfinite().all()
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
