@@ -25,7 +25,7 @@ class FallbackWarning(UserWarning):
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """When `auto` leaves MXFP8 for high precision.
+    """When `auto` leaves MXFP8 for high precision; operands that are quantised already stay MXFP8.
 
     min_seqlen_k: keys below which quantising does not pay; 0 = never.
     max_outlier: bound on amax(|x|) / rms(x) of q, k and v; None = not looked at (the statistic reads the data).
@@ -173,8 +173,11 @@ def plan(
     if backend is not None and backend not in BACKENDS:
         fail(ValueError, "backend", f"one of {BACKENDS} or None", repr(backend))
     requested = backend or _settings.backend
-    high_precision = _high_precision_reasons(tensors, max_seqlen_k, attn_mask, dropout_p)
     q = next(iter(tensors.values()))
+    quantised = q.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    high_precision = (
+        [] if quantised else _high_precision_reasons(tensors, max_seqlen_k, attn_mask, dropout_p)
+    )
     out_dtype = out_dtype or q.dtype
     payloads = [x.dtype for x in tensors.values() if x.dtype == torch.float8_e5m2]
     operands = (q.shape[-1], out_dtype, payloads[0] if payloads else torch.float8_e4m3fn)

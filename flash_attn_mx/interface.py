@@ -70,12 +70,12 @@ def flash_attn_func(
     )
     dispatch.announce(chosen)
     if chosen.backend == "high_precision":
-        out, lse = _high_precision(q, k, v, scale, window, attn_mask, dropout_p, return_lse)
-    else:
-        out, lse = _attention(
-            q, k, v, None, None, q.shape[1], k.shape[1],
-            scale, window, deterministic, rounding, dout_dtype, chosen.backend,
-        )  # fmt: skip
+        _refuse_lse(return_lse)
+        return _high_precision(q, k, v, scale, window, attn_mask, dropout_p)
+    out, lse = _attention(
+        q, k, v, None, None, q.shape[1], k.shape[1],
+        scale, window, deterministic, rounding, dout_dtype, chosen.backend,
+    )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
@@ -131,6 +131,9 @@ def flash_attn_varlen_func(
     _check_options(deterministic, return_lse, rounding, dout_dtype)
     chosen = dispatch.plan({"q": q, "k": k, "v": v}, max_seqlen_k, backend=backend)
     dispatch.announce(chosen)
+    if chosen.backend == "high_precision":
+        _refuse_lse(return_lse)
+        return _high_precision_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, window)
     out, lse = _attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         scale, window, deterministic, rounding, dout_dtype, chosen.backend,
@@ -368,12 +371,15 @@ class _Attention(torch.autograd.Function):
 # --- high precision -------------------------------------------------------------------------------------------
 
 
-def _high_precision(q, k, v, scale, window, attn_mask, dropout_p, return_lse):
-    """torch SDPA on the unquantised inputs, with this library's masks; (out, None)."""
+def _refuse_lse(return_lse):
     if return_lse:
         raise NotImplementedError(
             "return_lse is not available on the high-precision path; pass backend='portable'"
         )
+
+
+def _high_precision(q, k, v, scale, window, attn_mask, dropout_p):
+    """torch SDPA on the unquantised inputs, with this library's masks."""
     batch, seqlen_q, nheads, _ = q.shape
     seqlen_k = k.shape[1]
     mask = attn_mask
@@ -393,4 +399,19 @@ def _high_precision(q, k, v, scale, window, attn_mask, dropout_p, return_lse):
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
         attn_mask=mask, dropout_p=dropout_p, scale=scale, enable_gqa=nheads != k.shape[2],
     )  # fmt: skip
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous()
+
+
+def _high_precision_packed(q, k, v, cu_q, cu_k, scale, window):
+    """_high_precision for each packed sequence; reads the offsets on the host."""
+    offsets_q, offsets_k = cu_q.tolist(), cu_k.tolist()
+    pieces = []
+    for sequence in range(len(offsets_q) - 1):
+        tokens_q = slice(*offsets_q[sequence : sequence + 2])
+        tokens_k = slice(*offsets_k[sequence : sequence + 2])
+        operands = (q[tokens_q].unsqueeze(0), k[tokens_k].unsqueeze(0), v[tokens_k].unsqueeze(0))
+        if tokens_k.start == tokens_k.stop:
+            pieces.append(torch.zeros_like(q[tokens_q]))
+        elif tokens_q.start < tokens_q.stop:
+            pieces.append(_high_precision(*operands, scale, window, None, 0.0).squeeze(0))
+    return torch.cat([*pieces, torch.zeros_like(q[offsets_q[-1] :])])

@@ -270,3 +270,24 @@ def test_prequantised_swizzled_equals_plain():
     mx = [famx.quantize_mxfp8(x) for x in (q, k)] + [famx.quantize_mxfp8(v, axis="colwise")]
     swizzled = [x.to_layout("swizzled128x4") for x in mx]
     assert torch.equal(famx.flash_attn_mx_func(*mx), famx.flash_attn_mx_func(*swizzled))
+
+
+def test_policy_holds_for_packed_sequences_and_not_for_quantised_operands():
+    """Packed: each sequence as dense SDPA, empty ones and the tail zero. Quantised operands stay MXFP8. Both raised once."""
+    famx.set_policy(min_seqlen_k=64)
+    q, k, v = (x[0].requires_grad_() for x in qkv())
+    cu_q = torch.tensor([0, 7, 7, 30, 38], dtype=torch.int32)
+    cu_k = torch.tensor([0, 9, 12, 35, 35], dtype=torch.int32)
+    out = famx.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 23, 23)
+    out.sum().backward()
+    for rows, keys in ((slice(0, 7), slice(0, 9)), (slice(7, 30), slice(12, 35))):
+        dense = expected_sdpa(q[None, rows], k[None, keys], v[None, keys])
+        torch.testing.assert_close(out[rows], dense[0])
+    assert not out[30:].any() and q.grad.isfinite().all() and v.grad[:9].any()
+    mx = [
+        famx.quantize_mxfp8(x.detach()[None], axis=a)
+        for x, a in zip((q, k, v), ("rowwise", "rowwise", "colwise"))
+    ]
+    with_policy = famx.flash_attn_mx_func(*mx)
+    famx.set_policy()
+    assert torch.equal(with_policy, famx.flash_attn_mx_func(*mx))
