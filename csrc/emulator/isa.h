@@ -148,6 +148,28 @@ struct Program {
   std::string static_map;  // shared symbols and offsets, for inspect
 };
 
+// Returns F(T) for the C++ type of an integer form's type; fails at load for any other. Wants `Decode& d` in scope.
+#define PICK_INT(t, F)            \
+  switch (t) {                    \
+    case Ty::U16:                 \
+    case Ty::B16:                 \
+      return F(uint16_t);         \
+    case Ty::S16:                 \
+      return F(int16_t);          \
+    case Ty::U32:                 \
+    case Ty::B32:                 \
+      return F(uint32_t);         \
+    case Ty::S32:                 \
+      return F(int32_t);          \
+    case Ty::U64:                 \
+    case Ty::B64:                 \
+      return F(uint64_t);         \
+    case Ty::S64:                 \
+      return F(int64_t);          \
+    default:                      \
+      d.fail("unsupported type"); \
+  }
+
 // setp: shared by the integer and float forms (ops_alu.cpp).
 void put_setp(Exec& x, const Instr& in, uint32_t p, uint32_t q, uint32_t mask);
 void decode_setp(Decode& d);

@@ -211,26 +211,6 @@ void ter(Exec& x, const Instr& in, uint32_t mask) {
   put(x, in.op[0], out, mask);
 }
 
-#define PICK_INT(t, F)            \
-  switch (t) {                    \
-    case Ty::U16:                 \
-    case Ty::B16:                 \
-      return F(uint16_t);         \
-    case Ty::S16:                 \
-      return F(int16_t);          \
-    case Ty::U32:                 \
-    case Ty::B32:                 \
-      return F(uint32_t);         \
-    case Ty::S32:                 \
-      return F(int32_t);          \
-    case Ty::U64:                 \
-    case Ty::B64:                 \
-      return F(uint64_t);         \
-    case Ty::S64:                 \
-      return F(int64_t);          \
-    default:                      \
-      d.fail("unsupported type"); \
-  }
 template <class Op>
 ExecFn pick_un(Decode& d) {
 #define F(T) &un<Op, T>

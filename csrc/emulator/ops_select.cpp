@@ -6,26 +6,6 @@
 namespace flash_attn_mx::emu {
 namespace {
 
-#define PICK_INT(t, F)            \
-  switch (t) {                    \
-    case Ty::U16:                 \
-    case Ty::B16:                 \
-      return F(uint16_t);         \
-    case Ty::S16:                 \
-      return F(int16_t);          \
-    case Ty::U32:                 \
-    case Ty::B32:                 \
-      return F(uint32_t);         \
-    case Ty::S32:                 \
-      return F(int32_t);          \
-    case Ty::U64:                 \
-    case Ty::B64:                 \
-      return F(uint64_t);         \
-    case Ty::S64:                 \
-      return F(int64_t);          \
-    default:                      \
-      d.fail("unsupported type"); \
-  }
 enum Cmp { Eq, Ne, Lt, Le, Gt, Ge };
 template <class T, int C>
 uint32_t compare(const T* a, const T* b) {
