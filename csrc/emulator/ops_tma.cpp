@@ -138,9 +138,24 @@ std::vector<Target> targets(Exec& x, uint32_t dst, uint32_t bar, bool multicast,
   return to;
 }
 
-void coordinates(Exec& x, const Operand& mem, uint32_t rank, int lane, int32_t* c) {
+// The two rules are not in the PTX ISA: an H200 raises an illegal-instruction error for every probe
+// that breaks one, and for no other (tests/emulator/test_recorded.py).
+void coordinates(Exec& x, const Operand& mem, const TensorMap& t, int lane, bool store,
+                 int32_t* c) {
   for (uint32_t d = 0; d < 5; ++d)
-    c[d] = d < rank ? (int32_t)src_lane(x, mem.sub[1].sub[d], lane) : 0;
+    c[d] = d < t.rank ? (int32_t)src_lane(x, mem.sub[1].sub[d], lane) : 0;
+  const int64_t bytes = (int64_t)c[0] * t.elem_bytes();
+  if (bytes & 15)
+    throw Fault("tma",
+                "coordinate 0 = " + std::to_string(c[0]) + " is " + std::to_string(bytes) +
+                    " bytes, not a multiple of 16: an H200 takes it for an illegal instruction",
+                lane);
+  for (uint32_t d = 0; store && d < t.rank; ++d)
+    if (c[d] < 0)
+      throw Fault("tma",
+                  "tensor store at coordinate " + std::to_string(d) + " = " + std::to_string(c[d]) +
+                      " < 0: an H200 takes it for an illegal instruction",
+                  lane);
 }
 
 void do_tma_load(Exec& x, const Instr& in, uint32_t mask) {  // aux: rank, cta_group::2, multicast
@@ -153,7 +168,7 @@ void do_tma_load(Exec& x, const Instr& in, uint32_t mask) {  // aux: rank, cta_g
                       std::to_string(in.aux[0]) + "d copy",
                   l);
     int32_t c[5];
-    coordinates(x, in.op[1], t.rank, l, c);
+    coordinates(x, in.op[1], t, l, false, c);
     uint32_t dst = shared_addr(x, in.op[0], l), bytes = t.box_bytes();
     if (dst & 127)
       throw Fault("align", "tensor copy destination " + hex(dst) + " is not 128-byte aligned", l);
@@ -216,7 +231,7 @@ void do_tma_store(Exec& x, const Instr& in, uint32_t mask) {  // aux: rank, redu
                       std::to_string(in.aux[0]) + "d copy",
                   l);
     int32_t c[5];
-    coordinates(x, in.op[0], t.rank, l, c);
+    coordinates(x, in.op[0], t, l, true, c);
     uint32_t s = shared_addr(x, in.op[1], l), bytes = t.box_bytes();
     if (s & 127)
       throw Fault("align", "tensor copy source " + hex(s) + " is not 128-byte aligned", l);

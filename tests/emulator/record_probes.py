@@ -143,12 +143,15 @@ def main():
     a = argparse.ArgumentParser()
     a.add_argument("--out", required=True)
     a.add_argument("--only", default="", help="names that begin so")
+    a.add_argument("--new", action="store_true", help="only probes that the record at --out lacks")
     a = a.parse_args()
     record = {"failed": {}, "probes": {}}
-    if a.only and os.path.exists(a.out):
+    if (a.only or a.new) and os.path.exists(a.out):
         record = load(a.out)
-    todo = [p for p in P.PROBES.values() if p.name.startswith(a.only)]
-    record["failed"] = {}
+    known = {*record["probes"], *record["failed"]} if a.new else ()
+    todo = [p for p in P.PROBES.values() if p.name.startswith(a.only) and p.name not in known]
+    for p in todo:
+        record["failed"].pop(p.name, None)
     record["driver"], record["date"] = driver_version(), datetime.date.today().isoformat()
     while todo:
         r, w = os.pipe()
