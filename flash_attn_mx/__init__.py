@@ -1,15 +1,28 @@
 """MXFP8 flash attention for PyTorch. See flash_attn_func; docs/numerics.md has the arithmetic."""
 
 from ._version import __version__
-from .dispatch import FallbackWarning, Plan, get_backend, set_backend, set_fallback, set_policy
+from .dispatch import (
+    FallbackWarning,
+    Plan,
+    get_backend,
+    get_policy,
+    keep_high_precision,
+    load_policy,
+    set_backend,
+    set_fallback,
+    set_policy,
+)
 from .info import is_available, is_installed
 from .interface import explain, flash_attn_func, flash_attn_mx_func, flash_attn_varlen_func
+from .policy import LayerRule, Policy
 from .quantize import MXTensor, dequantize, quantize_mxfp8
 
 __all__ = [
     "FallbackWarning",
+    "LayerRule",
     "MXTensor",
     "Plan",
+    "Policy",
     "__version__",
     "dequantize",
     "explain",
@@ -17,8 +30,11 @@ __all__ = [
     "flash_attn_mx_func",
     "flash_attn_varlen_func",
     "get_backend",
+    "get_policy",
     "is_available",
     "is_installed",
+    "keep_high_precision",
+    "load_policy",
     "quantize_mxfp8",
     "set_backend",
     "set_fallback",

@@ -6,14 +6,16 @@ the fastest way is reported once as a FallbackWarning, or raised, and is in expl
 """
 
 import dataclasses
+import os
 import warnings
-from typing import Optional
+from typing import Iterable, Optional, Sequence, Union
 
 import torch
 from torch import Tensor
 
 from . import sm100
 from ._errors import fail
+from .policy import Layer, LayerRule, Policy, check_layer, read
 
 BACKENDS = ("auto", "sm100", "portable", "emulator")
 FALLBACKS = ("warn", "silent", "error")
@@ -21,18 +23,6 @@ FALLBACKS = ("warn", "silent", "error")
 
 class FallbackWarning(UserWarning):
     """A call was served by a slower or less MXFP8 path than the sm_100 kernels; given once per reason."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Policy:
-    """When `auto` leaves MXFP8 for high precision; operands that are quantised already stay MXFP8.
-
-    min_seqlen_k: keys below which quantising does not pay; 0 = never.
-    max_outlier: bound on amax(|x|) / rms(x) of q, k and v; None = not looked at (the statistic reads the data).
-    """
-
-    min_seqlen_k: int = 0
-    max_outlier: Optional[float] = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,14 +35,20 @@ class Reason:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What would run: backend ("sm100", "portable", "emulator", "high_precision"), kernel name, reasons."""
+    """What would run: backend ("sm100", "portable", "emulator", "high_precision"), kernel name, reasons.
+
+    high_precision_heads: query heads that the policy takes out of it, for torch's SDPA.
+    """
 
     backend: str
     kernel: str
     reasons: tuple[Reason, ...] = ()
+    high_precision_heads: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"backend: {self.backend} ({self.kernel})"]
+        if self.high_precision_heads:
+            lines.append(f"  but heads {list(self.high_precision_heads)} in high precision")
         lines += [f"  because {reason.text} [{reason.code}]" for reason in self.reasons]
         return "\n".join(lines)
 
@@ -71,6 +67,7 @@ _KERNELS = {
     "portable": "PyTorch, MXFP8 numerics",
     "high_precision": "torch.nn.functional.scaled_dot_product_attention",
 }
+_NO_LAYER = "the policy has rules for layers, which do not apply to a call that does not say its layer (argument layer)"
 
 
 def set_backend(backend: str) -> None:
@@ -103,13 +100,49 @@ def forget_warnings() -> None:
     _warned.clear()
 
 
-def set_policy(min_seqlen_k: int = 0, max_outlier: Optional[float] = None) -> None:
+def set_policy(
+    min_seqlen_k: int = 0,
+    max_outlier: Optional[float] = None,
+    layers: Iterable[LayerRule] = (),
+) -> None:
     """Sets when `auto` leaves MXFP8 for high precision; see Policy. Called without arguments it restores the default."""
-    if not (isinstance(min_seqlen_k, int) and min_seqlen_k >= 0):
-        fail(ValueError, "min_seqlen_k", "an int >= 0", repr(min_seqlen_k))
-    if not (max_outlier is None or max_outlier > 1):
-        fail(ValueError, "max_outlier", "None or a ratio > 1", repr(max_outlier))
-    _settings.policy = Policy(min_seqlen_k, max_outlier)
+    _settings.policy = Policy(min_seqlen_k, max_outlier, tuple(layers))
+
+
+def get_policy() -> Policy:
+    """The policy in force."""
+    return _settings.policy
+
+
+def keep_high_precision(
+    layer: Layer, heads: Optional[Sequence[int]] = None, reason: str = ""
+) -> None:
+    """Adds a rule for one layer, or for some query heads of it, to the policy in force."""
+    check_layer(layer)
+    rule = LayerRule(layer, None if heads is None else tuple(sorted(heads)), reason)
+    if rule not in _settings.policy.layers:
+        layers = (*_settings.policy.layers, rule)
+        _settings.policy = dataclasses.replace(_settings.policy, layers=layers)
+
+
+class load_policy:
+    """Applies a policy file (policy.py has its format) to the whole process; as a context manager, until the block ends.
+
+    famx.load_policy("policy.json")          with famx.load_policy("policy.json") as policy: ...
+
+    Rules for layers act on calls that say which layer they are: the argument `layer` of the attention functions, which
+    the transformers integration passes. Raises: OSError, ValueError (file, entry, expected, got); then nothing changed.
+    """
+
+    def __init__(self, path: Union[str, os.PathLike]):
+        self.policy, self._before = read(path), _settings.policy
+        _settings.policy = self.policy
+
+    def __enter__(self) -> Policy:
+        return self.policy
+
+    def __exit__(self, *unused) -> None:
+        _settings.policy = self._before
 
 
 def _outlier(x: Tensor) -> float:
@@ -120,8 +153,13 @@ def _outlier(x: Tensor) -> float:
 
 
 def _high_precision_reasons(
-    tensors: dict[str, Tensor], max_seqlen_k: int, attn_mask: bool, dropout_p: float
+    tensors: dict[str, Tensor],
+    max_seqlen_k: int,
+    attn_mask: bool,
+    dropout_p: float,
+    rules: tuple[LayerRule, ...],
 ) -> list[Reason]:
+    """Why the whole call leaves MXFP8."""
     policy, reasons = _settings.policy, []
     if attn_mask:
         reasons.append(
@@ -134,6 +172,9 @@ def _high_precision_reasons(
     if max_seqlen_k < policy.min_seqlen_k:
         bound = f"the policy's min_seqlen_k = {policy.min_seqlen_k}"
         reasons.append(Reason("short", f"{max_seqlen_k} keys are fewer than {bound}"))
+    for rule in rules:
+        if rule.heads is None:
+            reasons.append(Reason("layer_policy", _rule_text(rule)))
     if policy.max_outlier is not None:
         for name, x in tensors.items():
             ratio = _outlier(x)
@@ -143,6 +184,29 @@ def _high_precision_reasons(
                     Reason("outlier", f"amax/rms of {name} is {ratio:.4g}, above {bound}")
                 )
     return reasons
+
+
+def _rule_text(rule: LayerRule) -> str:
+    heads = "" if rule.heads is None else f" heads {', '.join(map(str, rule.heads))} of"
+    what = f"{heads.strip()} layer {rule.layer}".strip()
+    why = f": {rule.reason}" if rule.reason else ""
+    return f"the policy keeps {what} in high precision{why}"
+
+
+def _head_reasons(
+    rules: tuple[LayerRule, ...], nheads: int
+) -> tuple[tuple[int, ...], list[Reason]]:
+    """(query heads that leave MXFP8, why); raises where a rule names a head that is not there."""
+    heads, reasons = set(), []
+    for rule in rules:
+        if rule.heads is None:
+            continue
+        if rule.heads[-1] >= nheads:
+            expected = f"heads below {nheads}, as the call for layer {rule.layer} has"
+            fail(ValueError, "policy", expected, rule.heads)
+        heads.update(rule.heads)
+        reasons.append(Reason("head_policy", _rule_text(rule)))
+    return tuple(sorted(heads)), reasons
 
 
 def _no_kernel_reason(
@@ -165,19 +229,29 @@ def plan(
     dropout_p: float = 0.0,
     backend: Optional[str] = None,
     out_dtype: Optional[torch.dtype] = None,
+    layer: Optional[Layer] = None,
 ) -> Plan:
     """Chooses the backend of one call; raises NotImplementedError where a backend was asked for that cannot serve it.
 
-    tensors: q, k and v, in high precision or as payloads; the latter need out_dtype.
+    tensors: q, k and v, in high precision or as payloads; the latter need out_dtype.   layer: who calls, for the policy.
     """
+    check_layer(layer)
     if backend is not None and backend not in BACKENDS:
         fail(ValueError, "backend", f"one of {BACKENDS} or None", repr(backend))
     requested = backend or _settings.backend
     q = next(iter(tensors.values()))
     quantised = q.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    rules = _settings.policy.rules_for(layer) if requested == "auto" and not quantised else ()
     high_precision = (
-        [] if quantised else _high_precision_reasons(tensors, max_seqlen_k, attn_mask, dropout_p)
+        []
+        if quantised
+        else _high_precision_reasons(tensors, max_seqlen_k, attn_mask, dropout_p, rules)
     )
+    heads, notes = _head_reasons(rules, q.shape[-2])
+    if len(heads) == q.shape[-2] > 0:
+        high_precision += notes
+    if _settings.policy.layers and layer is None and requested == "auto" and not quantised:
+        notes.append(Reason("no_layer", _NO_LAYER))
     out_dtype = out_dtype or q.dtype
     payloads = [x.dtype for x in tensors.values() if x.dtype == torch.float8_e5m2]
     operands = (q.shape[-1], out_dtype, payloads[0] if payloads else torch.float8_e4m3fn)
@@ -197,9 +271,9 @@ def plan(
         return Plan("emulator", sm100.find_instance(*operands[:2]).name)
     missing = _no_kernel_reason(q.device, *operands)
     if missing is None:
-        return Plan("sm100", sm100.find_instance(*operands[:2]).name)
+        return Plan("sm100", sm100.find_instance(*operands[:2]).name, tuple(notes), heads)
     if requested == "auto":
-        return Plan("portable", _KERNELS["portable"], (missing,))
+        return Plan("portable", _KERNELS["portable"], (missing, *notes), heads)
     raise NotImplementedError(f"backend 'sm100': {missing.text}")
 
 

@@ -1,6 +1,6 @@
 """The public attention functions: checks, quantisation, dispatch and autograd."""
 
-from typing import Optional, Union
+from typing import Callable, Optional, Union
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from ._errors import (
     fail,
 )
 from .mx_tensor import MXTensor
+from .policy import Layer
 from .quantize import EMAX, ROUNDINGS, dequantize, quantize_mxfp8
 
 _OPS = torch.ops.flash_attn_mx
@@ -38,6 +39,7 @@ def flash_attn_func(
     rounding: str = "rceil",
     dout_dtype: torch.dtype = _E4M3,
     backend: Optional[str] = None,
+    layer: Optional[Layer] = None,
 ) -> Union[Tensor, tuple[Tensor, Tensor]]:
     """softmax(softmax_scale * q kᵀ) v with all matrix products in MXFP8; differentiable once.
 
@@ -54,6 +56,7 @@ def flash_attn_func(
       rounding: of the scale bytes of q, k, v and dout, "rceil" or "floor" (quantize_mxfp8).
       dout_dtype: FP8 type of the incoming gradient, torch.float8_e4m3fn or torch.float8_e5m2.
       backend: "auto", "sm100", "portable" or "emulator" for this call; None takes set_backend's choice.
+      layer: index or dotted name of the model's layer that calls, for the policy's rules (load_policy).
     Returns: out (B, Sq, H, D) in the dtype of q (under autocast: the autocast dtype); with return_lse also lse (B, H, Sq) fp32,
       natural log, not differentiable. A query that sees no key gives out 0, lse -inf and zero gradients.
       An output row depends only on keys that its query sees, bit for bit.
@@ -66,17 +69,20 @@ def flash_attn_func(
     scale = check_softmax_scale(softmax_scale, q.shape[-1])
     _check_options(deterministic, return_lse, rounding, dout_dtype, dropout_p, attn_mask)
     chosen = dispatch.plan(
-        {"q": q, "k": k, "v": v}, k.shape[1], attn_mask is not None, dropout_p, backend
+        {"q": q, "k": k, "v": v}, k.shape[1], attn_mask is not None, dropout_p, backend, layer=layer
     )
     dispatch.announce(chosen)
-    if chosen.backend == "high_precision":
-        _refuse_lse(return_lse)
+
+    def exact(q, k, v):
         return _high_precision(q, k, v, scale, window, attn_mask, dropout_p)
-    out, lse = _attention(
-        q, k, v, None, None, q.shape[1], k.shape[1],
-        scale, window, deterministic, rounding, dout_dtype, chosen.backend,
-    )  # fmt: skip
-    return (out, lse) if return_lse else out
+
+    def quantised(q, k, v):
+        return _attention(
+            q, k, v, None, None, q.shape[1], k.shape[1],
+            scale, window, deterministic, rounding, dout_dtype, chosen.backend,
+        )  # fmt: skip
+
+    return _run(chosen, exact, quantised, q, k, v, return_lse)
 
 
 def flash_attn_varlen_func(
@@ -96,6 +102,7 @@ def flash_attn_varlen_func(
     rounding: str = "rceil",
     dout_dtype: torch.dtype = _E4M3,
     backend: Optional[str] = None,
+    layer: Optional[Layer] = None,
 ) -> Union[Tensor, tuple[Tensor, Tensor]]:
     """flash_attn_func on sequences packed along the token axis, without padding between them.
 
@@ -129,16 +136,19 @@ def flash_attn_varlen_func(
     window = _window(causal, window_size, max_seqlen_q, max_seqlen_k)
     scale = check_softmax_scale(softmax_scale, q.shape[-1])
     _check_options(deterministic, return_lse, rounding, dout_dtype)
-    chosen = dispatch.plan({"q": q, "k": k, "v": v}, max_seqlen_k, backend=backend)
+    chosen = dispatch.plan({"q": q, "k": k, "v": v}, max_seqlen_k, backend=backend, layer=layer)
     dispatch.announce(chosen)
-    if chosen.backend == "high_precision":
-        _refuse_lse(return_lse)
+
+    def exact(q, k, v):
         return _high_precision_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, window)
-    out, lse = _attention(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        scale, window, deterministic, rounding, dout_dtype, chosen.backend,
-    )  # fmt: skip
-    return (out, lse) if return_lse else out
+
+    def quantised(q, k, v):
+        return _attention(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            scale, window, deterministic, rounding, dout_dtype, chosen.backend,
+        )  # fmt: skip
+
+    return _run(chosen, exact, quantised, q, k, v, return_lse)
 
 
 def flash_attn_mx_func(
@@ -209,6 +219,7 @@ def explain(
     dropout_p: float = 0.0,
     max_seqlen_k: Optional[int] = None,
     backend: Optional[str] = None,
+    layer: Optional[Layer] = None,
 ) -> dispatch.Plan:
     """Tells which backend and kernel flash_attn_func (4-D) or flash_attn_varlen_func (3-D) would use, and why not a faster one.
 
@@ -220,7 +231,38 @@ def explain(
     check_qkv(q, k, v, packed=q.dim() == 3)
     check_window(window_size)
     keys = k.shape[-3] if max_seqlen_k is None else max_seqlen_k
-    return dispatch.plan({"q": q, "k": k, "v": v}, keys, attn_mask is not None, dropout_p, backend)
+    tensors = {"q": q, "k": k, "v": v}
+    return dispatch.plan(tensors, keys, attn_mask is not None, dropout_p, backend, layer=layer)
+
+
+def _run(
+    chosen: dispatch.Plan, exact: Callable, quantised: Callable, q, k, v, return_lse: bool
+) -> Union[Tensor, tuple[Tensor, Tensor]]:
+    """The call as planned: `exact` for all heads, `quantised` for all heads, or each for its own."""
+    if chosen.backend == "high_precision":
+        _refuse_lse(return_lse)
+        return exact(q, k, v)
+    kept = chosen.high_precision_heads
+    if not kept:
+        out, lse = quantised(q, k, v)
+        return (out, lse) if return_lse else out
+    _refuse_lse(return_lse)
+    group = q.shape[-2] // k.shape[-2]
+    others = [head for head in range(q.shape[-2]) if head not in kept]
+
+    def take(x: Tensor, heads: list[int]) -> Tensor:
+        return x.index_select(-2, torch.tensor(heads, device=x.device))
+
+    # Any set of query heads: each takes its key head along, so the parts are not grouped any more.
+    parts = [
+        function(*(take(x, of) for x, of in ((q, heads), (k, keys), (v, keys))))
+        for function, heads, keys in (
+            (exact, list(kept), [h // group for h in kept]),
+            (lambda *x: quantised(*x)[0], others, [h // group for h in others]),
+        )
+    ]
+    order = sorted(range(q.shape[-2]), key=[*kept, *others].__getitem__)
+    return take(torch.cat(parts, dim=-2), order)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
