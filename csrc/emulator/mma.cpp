@@ -208,23 +208,21 @@ void decode_tmem_a(const MmaOp& op, Cta& c, uint32_t rows, Tile* t) {
   }
 }
 
-// Byte `id` of the scale word for row i. `part`: which of the four 32-lane copies is read; the
-// others must agree.
+// Byte `id` of the scale word for row i. `part`: which of the four 32-lane copies is read; with
+// `check`, those named by `copies` must agree.
 uint8_t scale_byte(Cta& c, uint32_t addr, uint32_t i, uint32_t part, uint32_t id, bool check,
-                   const char* which) {
+                   uint32_t copies, const char* which) {
   uint32_t col = (addr & 511) + i / 32;
   const uint32_t* p = c.tmem.col(col & 511);
   uint8_t v = (uint8_t)(p[i % 32 + 32 * part] >> (8 * id));
-  if (check) {
-    for (uint32_t r = 0; r < 4; ++r) {
-      uint8_t o = (uint8_t)(p[i % 32 + 32 * r] >> (8 * id));
-      if (o != v)
-        throw Fault("replicas", std::string(which) + " scale of row " + std::to_string(i) +
-                                    " (column " + std::to_string(col) + ", byte " +
-                                    std::to_string(id) + ") differs between lane partitions: " +
-                                    std::to_string(v) + " in " + std::to_string(part) + ", " +
-                                    std::to_string(o) + " in " + std::to_string(r));
-    }
+  for (uint32_t r = 0; r < 4 && check; ++r) {
+    uint8_t o = (uint8_t)(p[i % 32 + 32 * r] >> (8 * id));
+    if (copies >> r & 1 && o != v)
+      throw Fault("replicas",
+                  std::string(which) + " scale of row " + std::to_string(i) + " (column " +
+                      std::to_string(col) + ", byte " + std::to_string(id) +
+                      ") differs between lane partitions: " + std::to_string(v) + " in " +
+                      std::to_string(part) + ", " + std::to_string(o) + " in " + std::to_string(r));
   }
   return v;
 }
@@ -399,15 +397,20 @@ void mark_d(const MmaOp& op, Cta& c, uint32_t rows) {
     for (int q = 0; q < 4; ++q) c.tmem.written((op.d_addr & 511) + n)[q] |= lanes[q];
 }
 
+// Every lane partition multiplies with the scales that it holds itself. With 64 rows per CTA, lanes
+// 64.. repeat the rows for the upper half of N: their copies serve other columns, so they only have
+// to agree in pairs.
 void apply_scales(const MmaOp& op, Cta& c, Tile* a, Tile* b, uint32_t rows, bool check) {
-  for (uint32_t m = 0; m < rows; ++m)
-    apply_scale(a, m, op.k, scale_byte(c, op.sfa, m, m / 32, op.sfa_id, check, "SFA"));
   const bool split = op.ctas == 2 && op.m == 128;
+  for (uint32_t m = 0; m < rows; ++m)
+    apply_scale(
+        a, m, op.k,
+        scale_byte(c, op.sfa, m, m / 32, op.sfa_id, check, split ? 5u << m / 32 : 15, "SFA"));
   for (uint32_t n = 0; n < op.n; ++n) {
-    uint8_t s = split ? scale_byte(c, op.sfb, n % (op.n / 2), n >= op.n / 2 ? 2 : 0, op.sfb_id,
-                                   false, "SFB")
-                      : scale_byte(c, op.sfb, n, 0, op.sfb_id, check, "SFB");
-    apply_scale(b, n, op.k, s);
+    const uint32_t upper = split && n >= op.n / 2 ? 2 : 0;
+    apply_scale(b, n, op.k,
+                scale_byte(c, op.sfb, split ? n % (op.n / 2) : n, upper, op.sfb_id, check,
+                           split ? 3u << upper : 15, "SFB"));
   }
 }
 

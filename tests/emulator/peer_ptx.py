@@ -153,7 +153,9 @@ class Recorder:
         self.by_storage: dict = {}
         self.kernel_meta: dict[str, dict] = {}
         self.api_maps: dict[bytes, dict] = {}
-        self.modules: dict[str, str] = {}  # entry -> ptx path
+        self.modules: dict[str, set] = {}  # entry -> ptx paths
+        self.active: dict[str, str] = {}  # the same of the compiled function that runs now
+        self.collected = 0
 
     # -- tensors ----------------------------------------------------------------------------------------------------------
     def address(self, t) -> int:
@@ -233,13 +235,33 @@ class Recorder:
             return 1
         return 0
 
-    def find_ptx(self, kernel):
-        if kernel not in self.modules:
-            for path in sorted(glob.glob(self.dump_dir + "/*.ptx")):
-                with open(path) as f:
+    def collect_modules(self):
+        """Sets aside the PTX dumped since the last call: the DSL names files after kernels, and two modules may share one.
+
+        Returns {entry: path} of these files; the compiled function that they belong to launches its kernels from there.
+        """
+        dest = os.path.join(self.dump_dir, f"module{self.collected}")
+        self.collected += 1
+        os.makedirs(dest)
+        found = {}
+        for path in sorted(glob.glob(glob.escape(self.dump_dir) + "/*.*")):
+            moved = shutil.move(path, dest)
+            if moved.endswith(".ptx"):
+                with open(moved) as f:
                     for e in re.findall(r"^\.visible \.entry (\S+?)\(", f.read(), re.M):
-                        self.modules.setdefault(e, path)
-        return self.modules[kernel]
+                        found[e] = moved
+        for e, path in found.items():
+            self.modules.setdefault(e, set()).add(path)
+        return found
+
+    def find_ptx(self, kernel):
+        if kernel in self.active:
+            return self.active[kernel]
+        self.collect_modules()
+        paths = self.modules.get(kernel, set())
+        if len(paths) != 1:
+            raise RuntimeError(f"{len(paths)} modules have an entry {kernel}, and the caller is unknown")
+        return next(iter(paths))
 
     def _launch(self, kernel, cfg, args):
         gx, gy, gz, bx, by, bz, smem, stream, attrs, nattrs = struct.unpack("<6IQQQI", ctypes.string_at(cfg, 52))
@@ -482,6 +504,7 @@ def hook_host_calls(rec: Recorder):
     class Compile:
         def __call__(self, fn, *a, **k):
             compiled = real(fn, *a, **k)
+            modules = rec.collect_modules()
             target = fn if inspect.isroutine(fn) or not hasattr(type(fn), "__call__") else type(fn).__call__
             try:
                 names = [n for n in inspect.signature(target).parameters if n != "self"]
@@ -492,7 +515,9 @@ def hook_host_calls(rec: Recorder):
             def run(*args, **kw):
                 first = len(rec.launches)
                 host = [{"arg": (names[i] if i < len(names) else f"arg{i}"), "value": brief(names[i] if i < len(names) else f"arg{i}", x)} for i, x in enumerate(args)]
+                rec.active = modules
                 r = compiled(*[convert(x) for x in args], **kw)
+                rec.active = {}
                 if rec.errors:
                     raise RuntimeError(rec.errors[0])
                 rec.calls.append({"host_function": label, "arguments": host, "launches": list(range(first, len(rec.launches)))})

@@ -43,6 +43,8 @@ class Item:
             for name in [t["name"], *t.get("aliases", [])]:
                 self.tensors.setdefault(name, raw)
             t["raw"] = raw
+            if isinstance(t["initial"], list):
+                raw.view(torch.int32).copy_(torch.tensor(t["initial"], dtype=torch.int32))
 
     def view(self, name):
         """The first recorded view of a tensor."""
@@ -115,46 +117,64 @@ def attention(q, k, v, scale, causal=False, window=None):
     return torch.softmax(s, -1) @ v.double(), torch.logsumexp(s, -1)
 
 
+def sequences(item, x, side):
+    """FA4's [B, S, H, D] or packed [T, H, D] -> a list of [b, H, s, D] views; lse [B, H, S] or [H, T] -> [b, H, s]."""
+    if not item.config["varlen"]:
+        return [x if side == "lse" else x.transpose(1, 2)]
+    cu = item.view("cu_seqlens_k" if side == "k" else "cu_seqlens_q").tolist()
+    parts = [x[..., a:b] if side == "lse" else x[a:b].transpose(0, 1) for a, b in zip(cu, cu[1:])]
+    return [p[None] for p in parts]
+
+
+def distance(got, want):
+    """Relative error (Frobenius norm) over all sequences together."""
+    d = sum(((g.double() - w) ** 2).sum() for g, w in zip(got, want))
+    return (d / sum((w**2).sum() for w in want)).sqrt().item()
+
+
+def store(item, name, x):
+    """Puts x, rounded to the tensor's type, into a tensor; returns what is there now as fp64."""
+    t = item.view(name)
+    t.copy_(x.to(t.dtype)) if t.dtype != torch.uint8 else t.copy_(x.to(F8).view(torch.uint8))
+    return t.view(F8).double() if t.dtype == torch.uint8 else t.double()
+
+
+def random_scales(shape, spread, g):
+    """Biased exponents of E8M0 around one, and the factors of their blocks along the last axis."""
+    e = torch.randint(127 - spread, 128 + spread, shape, generator=g, dtype=torch.int32)
+    return e.to(torch.uint8), torch.exp2(e.double() - 127).repeat_interleave(32, -1)
+
+
+def quantised(x, axis):
+    """x as the backward multiplies it: e4m3 with one power of two per 32 along axis, the smallest that does not overflow."""
+    x = x.transpose(axis, -1)
+    b = x.unflatten(-1, (-1, 32))
+    f = torch.exp2(torch.ceil(torch.log2(b.abs().amax(-1, keepdim=True) / 448)))
+    f = torch.where(f > 0, f, 1)
+    return ((b / f).float().to(F8).double() * f).flatten(-2).transpose(axis, -1)
+
+
+def column_atoms(sf):
+    """Scales along the sequence, (B, H, D, blocks): atoms of 128 of D, whose halves are outermost when D > 128."""
+    return torch.stack([sf_atoms(sf[:, :, r : r + 128]) for r in range(0, sf.shape[2], 128)])
+
+
 def fill(item, seed=0, spread=2):
-    """Random inputs for a forward item; returns q, k, v as fp64 [B, H, S, D]."""
+    """Random inputs for a forward item; returns q, k, v as fp64, a list of sequences [b, H, s, D] each."""
     g = torch.Generator().manual_seed(seed)
     c = item.config
-    out = []
-    for name in "qkv":
-        t = item.view(name)
-        x = torch.randn(t.shape, generator=g)
-        t.copy_(x.to(t.dtype)) if t.dtype != torch.uint8 else t.copy_(x.to(F8).view(torch.uint8))
-        val = t.view(F8).double() if t.dtype == torch.uint8 else t.double()
-        out.append(val)
-    if c.get("dtype"):  # FA4: [B, S, H, D]
-        out = [x.transpose(1, 2) for x in out]
+    out = [store(item, n, torch.randn(item.view(n).shape, generator=g)) for n in "qkv"]
+    if c.get("dtype"):
+        out = [sequences(item, x, "q" if i == 0 else "k") for i, x in enumerate(out)]
+    else:
+        out = [[x] for x in out]
     for i, name in enumerate(("sf_q", "sf_k", "sf_v")):
         if name not in item.tensors:
             continue
-        b, h, s, d = out[i].shape
-        rows, cols = (s, d // 32) if i < 2 else (d, s // 32)
-        e = torch.randint(
-            127 - spread, 128 + spread, (b, h, rows, cols), generator=g, dtype=torch.int32
-        )
-        f = torch.exp2(e.double() - 127).repeat_interleave(32, -1)
-        out[i] = out[i] * (f if i < 2 else f.transpose(-1, -2))
-        sf = e.to(torch.uint8)
-        if i < 2:
-            atoms = sf_atoms(sf)
-        else:  # V: rows are D, one atom per 128 of them and 128 keys; D > 128 has its halves outermost
-            parts = [sf[:, :, r : r + 128] for r in range(0, d, 128)]
-            atoms = torch.stack(
-                [
-                    torch.cat(
-                        [
-                            sf_atoms(x[..., 4 * t : 4 * t + 4]).reshape(b, h, 1, -1)
-                            for t in range(s // 128)
-                        ],
-                        2,
-                    )
-                    for x in parts
-                ]
-            )
+        b, h, s, d = out[i][0].shape
+        sf, f = random_scales((b, h, s, d // 32) if i < 2 else (b, h, d, s // 32), spread, g)
+        out[i][0] = out[i][0] * (f if i < 2 else f.transpose(-1, -2))
+        atoms = sf_atoms(sf) if i < 2 else column_atoms(sf)
         item.view(name).copy_(atoms.reshape(item.view(name).shape))
     for name in item.tensors:
         if "descale" in name or name in ("scale_o",):
@@ -162,48 +182,91 @@ def fill(item, seed=0, spread=2):
     return out
 
 
-def run_forward(folder, **options):
-    """Returns (max relative error of out, of lse, seconds, reports)."""
-    item = Item(folder)
-    c = item.config
-    q, k, v = fill(item)
+def timed(item, options):
     t0 = time.time()
     reports = item.run(**options)
-    dt = time.time() - t0
-    want, lse = attention(
-        q, k, v, c.get("softmax_scale", 1 / math.sqrt(c["D"])), c.get("causal"), c.get("window")
-    )
-    name = "out" if "out" in item.tensors else "o"
-    got = item.view(name).double()
+    return time.time() - t0, reports
+
+
+def run_forward(folder, **options):
+    """Returns (relative error of out, absolute error of lse, seconds, reports)."""
+    item = Item(folder)
+    c = item.config
+    inputs = fill(item)
+    dt, reports = timed(item, options)
+    scale = c.get("softmax_scale", 1 / math.sqrt(c["D"]))
+    want = [attention(q, k, v, scale, c.get("causal"), c.get("window")) for q, k, v in zip(*inputs)]
+    got, lse = item.view("out" if "out" in item.tensors else "o"), item.view("lse")
     if c.get("dtype"):
-        got = got.transpose(1, 2)
-    err = (got - want).norm() / want.norm()
-    err_lse = (item.view("lse").double() - lse).abs().max()
-    return err.item(), err_lse.item(), dt, reports
+        got, lse = sequences(item, got, "q"), sequences(item, lse, "lse")
+    else:
+        got, lse = [got], [lse]
+    worst = max((x.double() - w[1]).abs().max().item() for x, w in zip(lse, want))
+    return distance(got, [w[0] for w in want]), worst, dt, reports
 
 
 def run_backward(folder, **options):
-    """FA4 backward (dense): returns (largest relative error of dq, dk, dv; 0; seconds; reports)."""
+    """FA4 backward: returns (largest relative error of dq, dk, dv; 0; seconds; reports)."""
     item = Item(folder)
     c = item.config
     g = torch.Generator().manual_seed(0)
     x = {}
     for n in ("q", "k", "v", "dout"):
-        t = item.view(n)
-        t.copy_(torch.randn(t.shape, generator=g).to(t.dtype))
-        x[n] = t.double().transpose(1, 2).clone().requires_grad_(n != "dout")
-    out, lse = attention(x["q"], x["k"], x["v"], c["softmax_scale"], c["causal"])
-    out.backward(x["dout"])
-    item.view("out").copy_(out.detach().transpose(1, 2).to(torch.bfloat16))
-    item.view("lse").copy_(lse.detach())
-    t0 = time.time()
-    reports = item.run(**options)
-    dt = time.time() - t0
-    errs = [
-        ((item.view("d" + n).double().transpose(1, 2) - x[n].grad).norm() / x[n].grad.norm()).item()
+        parts = sequences(item, store(item, n, torch.randn(item.view(n).shape, generator=g)), "k" if n in "kv" else "q")  # fmt: skip
+        x[n] = [p.clone().requires_grad_(n != "dout") for p in parts]
+    saved = sequences(item, item.view("out"), "q"), sequences(item, item.view("lse"), "lse")
+    for i, (q, k, v, dout) in enumerate(zip(*x.values())):
+        out, lse = attention(q, k, v, c["softmax_scale"], c["causal"])
+        out.backward(dout)
+        saved[0][i].copy_(out.detach())
+        saved[1][i].copy_(lse.detach())
+    dt, reports = timed(item, options)
+    errors = [
+        distance(
+            sequences(item, item.view("d" + n), n if n == "q" else "k"), [p.grad for p in x[n]]
+        )
         for n in "qkv"
     ]
-    return max(errs), 0.0, dt, reports
+    return max(errors), 0.0, dt, reports
+
+
+def run_backward_mxfp8(folder, **options):
+    """cuDNN's MXFP8 backward: every operand has its own random values and scales, per direction of its blocks.
+
+    P is compared as the kernel documents it, e4m3 of P * 2^8, and dS with a power of two per block of 32.
+    """
+    item = Item(folder)
+    c = item.config
+    g = torch.Generator().manual_seed(0)
+    x = {}
+    for n in ("q", "k", "v", "do", "q_T", "k_T", "do_T"):
+        v = store(item, n, torch.randn(item.view(n).shape, generator=g))
+        b, h, s, d = v.shape
+        column = n.endswith("_T")
+        sf, f = random_scales((b, h, d, s // 32) if column else (b, h, s, d // 32), 2, g)
+        x[n] = v * (f.transpose(-1, -2) if column else f)
+        item.view("sf_" + n).copy_((column_atoms(sf) if column else sf_atoms(sf)).reshape(-1))
+    scale = c["softmax_scale"]
+    out, lse = attention(x["q"], x["k"], x["v"], scale, c["causal"])
+    o, do = store(item, "o", out), store(item, "do_f16", x["do"])
+    item.view("stats").copy_(lse[..., None])
+    s = x["q"] @ x["k"].mT * scale
+    p = torch.exp(s - lse[..., None])
+    if c["causal"]:
+        p = p.tril()
+    ds = p * (x["do"] @ x["v"].mT - (o * do).sum(-1, keepdim=True)) * scale
+    p = (p * 256).float().to(F8).double() / 256
+    want = dict(
+        dq=quantised(ds, -1) @ x["k_T"], dk=quantised(ds, -2).mT @ x["q_T"], dv=p.mT @ x["do_T"]
+    )
+    dt, reports = timed(item, options)
+    return max(distance([item.view(n)], [w]) for n, w in want.items()), 0.0, dt, reports
+
+
+def runner(name):
+    if "_bwd_" not in name:
+        return run_forward
+    return run_backward_mxfp8 if "mxfp8" in name else run_backward
 
 
 def main():
@@ -215,16 +278,11 @@ def main():
     ap.add_argument("--no-checks", action="store_true")
     ap.add_argument("--threads", type=int, default=2)
     a = ap.parse_args()
-    names = a.items or sorted(
-        n
-        for n in os.listdir(a.out)
-        if "varlen" not in n and "cudnn_bwd" not in n and os.path.isdir(os.path.join(a.out, n))
-    )
+    names = a.items or sorted(n for n in os.listdir(a.out) if os.path.isdir(os.path.join(a.out, n)))
     bad = 0
     for n in names:
         try:
-            run = run_backward if "_bwd_" in n else run_forward
-            err, lse, dt, reports = run(
+            err, lse, dt, reports = runner(n)(
                 os.path.join(a.out, n),
                 order=a.order,
                 seed=a.seed,

@@ -129,7 +129,7 @@ class Peers:
     def run(self, item, order, seed):
         import peers
 
-        run = peers.run_backward if "_bwd_" in item else peers.run_forward
+        run = peers.runner(item)
         t0 = time.time()
         try:
             error, lse, dt, _ = run(str(self.folder / item), order=order, seed=seed, checks=True, threads=2)  # fmt: skip
