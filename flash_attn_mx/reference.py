@@ -248,12 +248,13 @@ def _forward_row(x, doubt, seen, is_full, v_col, v_payload, v_factor):
     return out, (math.log2(row_sum[0]) + reference) * math.log(2), slack
 
 
-def attention_forward(q, k, v, softmax_scale=None, causal=False, window=(-1, -1)):
+def attention_forward(q, k, v, softmax_scale=None, causal=False, window=(-1, -1), exp2_error=0.0):
     """MXFP8 attention by docs/numerics.md §3 in float64.
 
     Args:
       q: (B, Sq, Hq, D); k, v: (B, Sk, Hkv, D), Hq a multiple of Hkv.
       softmax_scale: D^-0.5 by default.   causal, window: §2.
+      exp2_error: relative error of exp2 in the implementation that `slack` is to hold for.
     Returns: ReferenceForward. A packed batch is one call per sequence.
     """
     batch, seqlen_q, nheads, head_dim = q.shape
@@ -293,7 +294,7 @@ def attention_forward(q, k, v, softmax_scale=None, causal=False, window=(-1, -1)
                     largest = magnitude[i, keys.start : keys.stop].max() if len(keys) else 0.0
                     row = _forward_row(
                         x[i],
-                        float(2.0**-22 * max(largest, 1.0)),
+                        float(2.0**-22 * max(largest, 1.0)) + exp2_error,
                         keys,
                         is_full,
                         v_values[b, :, hk],

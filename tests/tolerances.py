@@ -5,7 +5,19 @@ is fp32 arithmetic and, where a value stands at a rounding boundary, one flipped
 attention they are loose: they say how good MXFP8 is, and a wrong scale or mask breaks them by far.
 """
 
+import flash_attn_mx as famx
+
 # ---- same contract, fp32 against float64 -------------------------------------------------------
+
+# Relative error of exp2 in the sm_100 kernels: 2.9e-6 of the polynomial, 2 ulp of MUFU.EX2 for the other keys
+# (docs/forward.md). PyTorch's is rounded correctly but for an ulp, which the oracle allows anyway.
+KERNEL_EXP2 = 3.2e-6
+
+
+def exp2_error():
+    """That of the backend under test."""
+    return 0.0 if famx.get_backend() in ("auto", "portable") else KERNEL_EXP2
+
 
 # Beyond the oracle's slack, which holds every payload of P that stands at a rounding boundary (one
 # flip moves O by 2^-4 of that key's share: rarely 2^-9 of the row, in a row with few keys more), only

@@ -368,7 +368,7 @@ def test_c66_many_small_weights(device, hot):
     out, lse = famx.flash_attn_func(q, k, v, softmax_scale=1.0, return_lse=True)
     compare.assert_close(out, torch.ones_like(out), "out", atol=tol.ONES_V)
     want = torch.full_like(lse, math.log(1 + 4095 * math.exp(-7)))
-    compare.assert_close(lse, want, "lse", atol=tol.FP32_EXACT)
+    compare.assert_close(lse, want, "lse", atol=tol.FP32_EXACT + tol.exp2_error())
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (300, 40)}], ids=str)
