@@ -8,7 +8,7 @@ the fastest way is reported once as a FallbackWarning, or raised, and is in expl
 import dataclasses
 import os
 import warnings
-from typing import Iterable, Optional, Sequence, Union
+from typing import Iterable, NamedTuple, Optional, Sequence, Union
 
 import torch
 from torch import Tensor
@@ -38,15 +38,18 @@ class Plan:
     """What would run: backend ("sm100", "portable", "emulator", "high_precision"), kernel name, reasons.
 
     high_precision_heads: query heads that the policy takes out of it, for torch's SDPA.
+    backward: the kernel of the gradients, where some are wanted and a kernel computes them.
     """
 
     backend: str
     kernel: str
     reasons: tuple[Reason, ...] = ()
     high_precision_heads: tuple[int, ...] = ()
+    backward: str = ""
 
     def __str__(self) -> str:
-        lines = [f"backend: {self.backend} ({self.kernel})"]
+        kernels = f"{self.kernel}, {self.backward}" if self.backward else self.kernel
+        lines = [f"backend: {self.backend} ({kernels})"]
         if self.high_precision_heads:
             lines.append(f"  but heads {list(self.high_precision_heads)} in high precision")
         lines += [f"  because {reason.text} [{reason.code}]" for reason in self.reasons]
@@ -209,16 +212,37 @@ def _head_reasons(
     return tuple(sorted(heads)), reasons
 
 
-def _no_kernel_reason(
-    device: torch.device, head_dim: int, out_dtype: torch.dtype, payload: torch.dtype
-) -> Optional[Reason]:
+class _Operands(NamedTuple):
+    """What decides whether a kernel is built. dout_dtype: FP8 type of the incoming gradient; None: no gradients wanted."""
+
+    head_dim: int
+    out_dtype: torch.dtype
+    payload: torch.dtype
+    dout_dtype: Optional[torch.dtype]
+
+    def why_not_built(self) -> str:
+        text = sm100.why_not_built(self.head_dim, self.out_dtype, self.payload)
+        if text or self.dout_dtype is None:
+            return text
+        return sm100.why_no_backward(self.head_dim, self.out_dtype, self.out_dtype, self.dout_dtype)
+
+    def plan(self, backend: str, notes=(), heads=()) -> Plan:
+        """The plan of the kernels that are built for them."""
+        kernel = sm100.find_instance(self.head_dim, self.out_dtype).name
+        backward = ""
+        if self.dout_dtype is not None:
+            backward = sm100.find_backward(self.head_dim, self.out_dtype, self.out_dtype).main
+        return Plan(backend, kernel, tuple(notes), heads, backward)
+
+
+def _no_kernel_reason(device: torch.device, operands: _Operands) -> Optional[Reason]:
     """Why the sm_100 kernels do not serve such tensors; None if they do."""
     text = sm100.why_no_device(device)
     if text:
         return Reason(
             "device" if device.type != "cuda" or torch.version.cuda is None else "capability", text
         )
-    text = sm100.why_not_built(head_dim, out_dtype, payload)
+    text = operands.why_not_built()
     return Reason("not_built", text) if text else None
 
 
@@ -230,10 +254,12 @@ def plan(
     backend: Optional[str] = None,
     out_dtype: Optional[torch.dtype] = None,
     layer: Optional[Layer] = None,
+    dout_dtype: Optional[torch.dtype] = None,
 ) -> Plan:
     """Chooses the backend of one call; raises NotImplementedError where a backend was asked for that cannot serve it.
 
     tensors: q, k and v, in high precision or as payloads; the latter need out_dtype.   layer: who calls, for the policy.
+    dout_dtype: FP8 type of the incoming gradient where gradients are wanted.
     """
     check_layer(layer)
     if backend is not None and backend not in BACKENDS:
@@ -254,7 +280,8 @@ def plan(
         notes.append(Reason("no_layer", _NO_LAYER))
     out_dtype = out_dtype or q.dtype
     payloads = [x.dtype for x in tensors.values() if x.dtype == torch.float8_e5m2]
-    operands = (q.shape[-1], out_dtype, payloads[0] if payloads else torch.float8_e4m3fn)
+    payload = payloads[0] if payloads else torch.float8_e4m3fn
+    operands = _Operands(q.shape[-1], out_dtype, payload, dout_dtype)
     if requested == "auto" and high_precision:
         return Plan("high_precision", _KERNELS["high_precision"], tuple(high_precision))
     hard = [reason for reason in high_precision if reason.code in ("attn_mask", "dropout")]
@@ -265,13 +292,13 @@ def plan(
     if requested == "portable":
         return Plan("portable", _KERNELS["portable"])
     if requested == "emulator":
-        reason = sm100.why_not_emulated(q.device) or sm100.why_not_built(*operands)
+        reason = sm100.why_not_emulated(q.device) or operands.why_not_built()
         if reason:
             raise NotImplementedError(f"backend 'emulator': {reason}")
-        return Plan("emulator", sm100.find_instance(*operands[:2]).name)
-    missing = _no_kernel_reason(q.device, *operands)
+        return operands.plan("emulator")
+    missing = _no_kernel_reason(q.device, operands)
     if missing is None:
-        return Plan("sm100", sm100.find_instance(*operands[:2]).name, tuple(notes), heads)
+        return operands.plan("sm100", notes, heads)
     if requested == "auto":
         return Plan("portable", _KERNELS["portable"], (missing, *notes), heads)
     raise NotImplementedError(f"backend 'sm100': {missing.text}")

@@ -69,8 +69,9 @@ def flash_attn_func(
     scale = check_softmax_scale(softmax_scale, q.shape[-1])
     _check_options(deterministic, return_lse, rounding, dout_dtype, dropout_p, attn_mask)
     chosen = dispatch.plan(
-        {"q": q, "k": k, "v": v}, k.shape[1], attn_mask is not None, dropout_p, backend, layer=layer
-    )
+        {"q": q, "k": k, "v": v}, k.shape[1], attn_mask is not None, dropout_p, backend,
+        layer=layer, dout_dtype=_wanted(dout_dtype, q, k, v),
+    )  # fmt: skip
     dispatch.announce(chosen)
 
     def exact(q, k, v):
@@ -136,7 +137,10 @@ def flash_attn_varlen_func(
     window = _window(causal, window_size, max_seqlen_q, max_seqlen_k)
     scale = check_softmax_scale(softmax_scale, q.shape[-1])
     _check_options(deterministic, return_lse, rounding, dout_dtype)
-    chosen = dispatch.plan({"q": q, "k": k, "v": v}, max_seqlen_k, backend=backend, layer=layer)
+    chosen = dispatch.plan(
+        {"q": q, "k": k, "v": v}, max_seqlen_k,
+        backend=backend, layer=layer, dout_dtype=_wanted(dout_dtype, q, k, v),
+    )  # fmt: skip
     dispatch.announce(chosen)
 
     def exact(q, k, v):
@@ -220,10 +224,11 @@ def explain(
     max_seqlen_k: Optional[int] = None,
     backend: Optional[str] = None,
     layer: Optional[Layer] = None,
+    dout_dtype: torch.dtype = _E4M3,
 ) -> dispatch.Plan:
     """Tells which backend and kernel flash_attn_func (4-D) or flash_attn_varlen_func (3-D) would use, and why not a faster one.
 
-    Nothing is computed and no warning is given.
+    Nothing is computed and no warning is given. Where q, k or v requires gradients, their kernel is told too.
     Args: as the attention functions.   Returns: dispatch.Plan; print it.
     Raises: what the call itself would raise.
     """
@@ -232,7 +237,10 @@ def explain(
     check_window(window_size)
     keys = k.shape[-3] if max_seqlen_k is None else max_seqlen_k
     tensors = {"q": q, "k": k, "v": v}
-    return dispatch.plan(tensors, keys, attn_mask is not None, dropout_p, backend, layer=layer)
+    return dispatch.plan(
+        tensors, keys, attn_mask is not None, dropout_p, backend,
+        layer=layer, dout_dtype=_wanted(dout_dtype, q, k, v),
+    )  # fmt: skip
 
 
 def _run(
@@ -318,7 +326,7 @@ def _attention(
     """(out, lse) through the MXFP8 operators, with a graph where one is wanted."""
     if not (type(q) is type(k) is type(v) is Tensor):
         ops.prepare_dtensors(q, k, v)
-    if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+    if _wanted(dout_dtype, q, k, v) is None:
         operands = _quantise_forward(q, k, v, cu_k, window, rounding)
         return _OPS.fwd(*operands, cu_q, cu_k, max_q, max_k, scale, *window, q.dtype, executor)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
@@ -329,6 +337,12 @@ def _attention(
         q, k, v, cu_q, cu_k, max_q, max_k, scale, *window, deterministic, rounding, dout_dtype, executor
     )  # fmt: skip
     return result[0], result[1]
+
+
+def _wanted(dout_dtype: torch.dtype, *tensors: Tensor) -> Optional[torch.dtype]:
+    """dout_dtype where a gradient of the tensors is wanted, else None."""
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return dout_dtype if recorded else None
 
 
 def _distinct(x: Tensor, *others: Tensor) -> Tensor:
@@ -395,7 +409,7 @@ class _Attention(torch.autograd.Function):
             raise NotImplementedError(
                 "flash_attn_mx: second derivatives are not implemented (backward ran with create_graph=True)"
             )
-        max_q, max_k, scale, left, right, deterministic, rounding, dout_dtype, _ = ctx.arguments
+        *shape_and_mask, deterministic, rounding, dout_dtype, executor = ctx.arguments
         nothing = (None,) * 14
         if dout is None:
             return nothing
@@ -405,7 +419,7 @@ class _Attention(torch.autograd.Function):
             dout, out, lse,
             *_OPS.quantize(dout, "rowwise", rounding, dout_dtype, None),
             *_OPS.quantize(dout, "colwise", rounding, dout_dtype, cu_q),
-            *operands, cu_q, cu_k, max_q, max_k, scale, left, right, deterministic, needs,
+            *operands, cu_q, cu_k, *shape_and_mask, deterministic, needs, executor,
         )  # fmt: skip
         return tuple(g if needed else None for g, needed in zip(grads, needs)) + nothing[3:]
 

@@ -17,9 +17,8 @@ from ._errors import check_cu_values, fail
 from .quantize import quantize_pytorch, scale_shape
 
 EXECUTORS = ("auto", "sm100", "portable", "emulator")
-_FWD_OPERANDS = (
-    16  # arguments of fwd before executor, which torch leaves out where it is the default
-)
+# Arguments of fwd and bwd before executor, which torch leaves out where it is the default.
+_FWD_OPERANDS, _BWD_OPERANDS = 16, 26
 
 NAMESPACE = "flash_attn_mx"
 
@@ -79,19 +78,23 @@ def _plain(operand: portable.Operand, axis: str) -> portable.Operand:
     return data, layouts.operand_scale(layouts.from_swizzled128x4(scale, rows, cols), axis)
 
 
+def _chosen(executor: str, device: torch.device, why_not_built, *operands) -> str:
+    """The executor, or for "auto" the kernels where the device has them for such operands, else the portable path."""
+    if executor not in EXECUTORS:
+        fail(ValueError, "executor", f"one of {EXECUTORS}", repr(executor))
+    if executor != "auto":
+        return executor
+    return "portable" if sm100.why_no_device(device) or why_not_built(*operands) else "sm100"
+
+
 def _fwd(*arguments):
     """`fwd` on any device: by the kernel of the executor, or by the portable path."""
     operands, executor = arguments[:_FWD_OPERANDS], (*arguments[_FWD_OPERANDS:], "auto")[0]
     q, out_dtype = operands[0], operands[-1]
-    if executor not in EXECUTORS:
-        fail(ValueError, "executor", f"one of {EXECUTORS}", repr(executor))
-    if executor == "auto":
-        executor = (
-            "sm100" if sm100.serves(q.device, q.shape[-1], out_dtype, q.dtype) else "portable"
-        )
-    if executor == "portable":
+    chosen = _chosen(executor, q.device, sm100.why_not_built, q.shape[-1], out_dtype, q.dtype)
+    if chosen == "portable":
         return _portable_fwd(*operands)
-    return sm100.forward(executor, *operands)
+    return sm100.forward(chosen, *operands)
 
 
 def _portable_fwd(
@@ -125,15 +128,27 @@ def _portable_fwd(
     return out, lse
 
 
-def _bwd(
+def _bwd(*arguments):
+    """`bwd` on any device, as _fwd."""
+    operands, executor = arguments[:_BWD_OPERANDS], (*arguments[_BWD_OPERANDS:], "auto")[0]
+    dout, out, do_row, q = operands[0], operands[1], operands[3], operands[7]
+    dtypes = out.dtype, dout.dtype, do_row.dtype
+    chosen = _chosen(executor, q.device, sm100.why_no_backward, q.shape[-1], *dtypes)
+    if chosen == "portable":
+        return _portable_bwd(*operands)
+    return sm100.backward(chosen, *operands)
+
+
+def _portable_bwd(
     dout, out, lse, do_row, do_row_scale, do_col, do_col_scale,
     q, q_scale, q_col, q_col_scale, k, k_scale, k_col, k_col_scale, v_tok, v_tok_scale,
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     softmax_scale, window_left, window_right, deterministic, needs,
 ):  # fmt: skip
     window = (window_left, window_right)
-    do = ((do_row, do_row_scale), (do_col, do_col_scale))
-    q_pair, k_pair = ((q, q_scale), (q_col, q_col_scale)), ((k, k_scale), (k_col, k_col_scale))
+    do = _plain((do_row, do_row_scale), "rowwise"), _plain((do_col, do_col_scale), "colwise")
+    q_pair = _plain((q, q_scale), "rowwise"), _plain((q_col, q_col_scale), "colwise")
+    k_pair = _plain((k, k_scale), "rowwise"), _plain((k_col, k_col_scale), "colwise")
     token = (v_tok, v_tok_scale)
     if cu_seqlens_q is None:
         return portable.backward(
@@ -201,23 +216,8 @@ def _(
 
 
 @torch.library.register_fake(f"{NAMESPACE}::bwd")
-def _(
-    dout,
-    out,
-    lse,
-    do_row,
-    do_row_scale,
-    do_col,
-    do_col_scale,
-    q,
-    q_scale,
-    q_col,
-    q_col_scale,
-    k,
-    k_scale,
-    *rest,
-):
-    needs = rest[-1]
+def _(dout, *operands):
+    q, k, needs = operands[6], operands[10], operands[_BWD_OPERANDS - 2]
     return tuple(dout.new_empty(x.shape if needed else 0) for x, needed in zip((q, k, k), needs))
 
 

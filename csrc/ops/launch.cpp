@@ -21,11 +21,8 @@ void put_map(std::ostream& out, const TensorMapTiled& map) {
   out << ", \"swizzle_bytes\": " << map.swizzle_bytes << "}";
 }
 
-}  // namespace
-
-std::string to_json(const LaunchRecord& record) {
+void put_record(std::ostream& out, const LaunchRecord& record) {
   static constexpr char kHex[] = "0123456789abcdef";
-  std::ostringstream out;
   out << "{\"kernel\": \"" << record.kernel << "\", \"grid\": " << record.grid
       << ", \"cluster\": " << record.cluster << ", \"block\": " << record.block
       << ", \"smem_bytes\": " << record.smem_bytes << ", \"maps\": [";
@@ -36,6 +33,18 @@ std::string to_json(const LaunchRecord& record) {
   out << "], \"params\": \"";
   for (const uint8_t byte : record.params) out << kHex[byte >> 4] << kHex[byte & 15];
   out << "\"}";
+}
+
+}  // namespace
+
+std::string to_json(const std::vector<LaunchRecord>& records) {
+  std::ostringstream out;
+  out << "[";
+  for (size_t i = 0; i < records.size(); ++i) {
+    if (i) out << ", ";
+    put_record(out, records[i]);
+  }
+  out << "]";
   return out.str();
 }
 

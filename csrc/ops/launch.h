@@ -23,7 +23,7 @@ struct TensorMapTiled {
 
 struct LaunchRecord {
   std::string kernel;  // name of the instance, which is its symbol
-  uint32_t grid = 0;   // CTAs; 0: there is nothing to do
+  uint32_t grid = 0;   // CTAs, a multiple of the cluster; 0: there is nothing to do
   uint32_t cluster = 1;
   uint32_t block = 0;
   uint32_t smem_bytes = 0;           // dynamic
@@ -31,7 +31,7 @@ struct LaunchRecord {
   std::vector<TensorMapTiled> maps;  // those of `params`
 };
 
-// The record as JSON: the fields above, params in hexadecimal. For the emulator, tests and people.
-std::string to_json(const LaunchRecord& record);
+// The records as a JSON list: the fields above, params in hexadecimal. For the emulator, tests and people.
+std::string to_json(const std::vector<LaunchRecord>& records);
 
 }  // namespace flash_attn_mx::ops

@@ -89,19 +89,21 @@ def test_c39_unsupported_device_falls_back_with_right_results(device):
     )
 
 
-FITTING = (
-    64,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-)  # head_dim, output, payload that a built kernel takes
+# What built kernels take.
+FITTING = dispatch._Operands(64, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fn)
 
 
 @pytest.fixture
 def cuda_device(monkeypatch):
     """A CUDA device of a made-up capability, and kernels as if they were built for 10.0 and 10.3."""
 
-    def make(capability, built=("attn_fwd_d64_bf16",)):
+    def make(capability, built=("attn_fwd_d64_bf16",), backward=True):
         instances = tuple(sm100.Instance(name, 64, torch.bfloat16) for name in built)
+        names = (
+            f"{kernel}_d64_bf16" for kernel in ("bwd_preprocess", "attn_bwd", "bwd_postprocess")
+        )
+        row = sm100.BackwardInstance(*names, 64, torch.bfloat16, torch.bfloat16)
+        monkeypatch.setattr(sm100, "BACKWARD_INSTANCES", (row,) if backward else ())
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(sm100, "INSTANCES", instances)
@@ -115,7 +117,7 @@ def cuda_device(monkeypatch):
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 1), (12, 0)])
 def test_c39_reason_for_each_capability(cuda_device, capability):
     """Only the capabilities that kernels are built for are served by them."""
-    reason = dispatch._no_kernel_reason(cuda_device(capability), *FITTING)
+    reason = dispatch._no_kernel_reason(cuda_device(capability), FITTING)
     assert reason.code == "capability" and f"{capability[0]}.{capability[1]}" in reason.text
 
 
@@ -123,17 +125,20 @@ def test_c39_reason_for_each_capability(cuda_device, capability):
 def test_c39_kernels_serve_what_they_are_built_for(cuda_device, capability):
     """On 10.x a missing instance is the reason, and names what there is."""
     device = cuda_device(capability)
-    assert dispatch._no_kernel_reason(device, *FITTING) is None
-    for operands in (
-        (65, *FITTING[1:]),
-        (64, torch.float16, FITTING[2]),
-        (*FITTING[:2], torch.float8_e5m2),
+    assert dispatch._no_kernel_reason(device, FITTING) is None
+    for change in (
+        {"head_dim": 65},
+        {"out_dtype": torch.float16},
+        {"payload": torch.float8_e5m2},
+        {"dout_dtype": torch.float8_e5m2},
     ):
-        reason = dispatch._no_kernel_reason(device, *operands)
+        reason = dispatch._no_kernel_reason(device, FITTING._replace(**change))
         assert reason.code == "not_built" and "built: head_dim <= 64, output bf16" in reason.text
-    assert (
-        dispatch._no_kernel_reason(cuda_device(capability, built=()), *FITTING).code == "not_built"
-    )
+    without = cuda_device(capability, backward=False)
+    assert "no sm_100 backward" in dispatch._no_kernel_reason(without, FITTING).text
+    assert dispatch._no_kernel_reason(without, FITTING._replace(dout_dtype=None)) is None
+    without = cuda_device(capability, built=())
+    assert dispatch._no_kernel_reason(without, FITTING).code == "not_built"
 
 
 @pytest.mark.parametrize("backend,head_dim", [("sm100", 32), ("emulator", 192)])

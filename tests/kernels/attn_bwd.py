@@ -1,21 +1,14 @@
-"""Runs the sm_100 backward kernels' PTX in the emulator (preprocess, main, postprocess), as the host path will.
+"""Runs the sm_100 backward kernels' PTX in the emulator on quantised operands, through the host path of the package."""
 
-The structs mirror those of csrc/params.h field by field; every launch checks their size against the kernel's.
-"""
-
-import ctypes
-import math
 from pathlib import Path
 from typing import NamedTuple, Optional
 
 import torch
 from kernels import attn_fwd
-from kernels.attn_fwd import OUT_NAMES, TILE
 
-from flash_attn_mx import emulator, portable
+from flash_attn_mx import portable, sm100
 from flash_attn_mx.quantize import quantize_mxfp8
 
-THREADS = {"bwd_preprocess": 256, "attn_bwd": 512, "bwd_postprocess": 256}
 MAPS = ("q", "q_col", "dout", "dout_col", "k", "k_col", "v_tok")
 AXES = {
     "q": "rowwise",
@@ -25,99 +18,6 @@ AXES = {
     "k": "rowwise",
     "k_col": "colwise",
 }
-
-
-def _padded(x):
-    """Payload bytes with head_dim padded to 16, which tensor maps need of strides."""
-    d = x.shape[-1]
-    return torch.nn.functional.pad(x.contiguous().view(torch.uint8), (0, -d % 16)).contiguous()
-
-
-def _map(payload, head_dim, box_dim):
-    """Payload (B, S, H, padded D) -> tensor map with dimensions (D, S, H, B)."""
-    b, s, h, _ = payload.shape
-    st = payload.stride()
-    sizes = (head_dim, max(s, 1), h, b)
-    strides = tuple(max(16, n) for n in (st[1], st[2], st[0]))
-    return emulator.TensorMap.tiled(
-        payload,
-        (box_dim, TILE, 1, 1),
-        dims=sizes,
-        strides=strides,
-        dtype="uint8",
-        swizzle=f"{box_dim}B",
-    )
-
-
-def _atoms(operand, axis, cu, padding):
-    """Swizzled atoms (heads and tiles, 512) of an operand's plain scales, and tiles per head."""
-    data, scale = operand
-    atoms = attn_fwd._atoms(scale, axis, cu, data.shape[0], padding).view(torch.uint8)
-    return atoms.reshape(-1, 512).contiguous(), atoms.shape[-1] // 512
-
-
-def _strides(*tensors, dims=("batch", "token", "head")):
-    return [(f"{t}_stride_{d}", ctypes.c_int64) for t in tensors for d in dims]
-
-
-def _fields(kind, *names):
-    return [(name, kind) for name in names]
-
-
-class PreprocessParams(ctypes.Structure):
-    _fields_ = [
-        *_fields(
-            ctypes.c_uint64,
-            "dout",
-            "dout_scale",
-            "out",
-            "lse",
-            "bias",
-            "minus_delta",
-            "dq_acc",
-            "dq_turn",
-            "cu_seqlens_q",
-        ),
-        *_strides("dout", "out"),
-        *_strides("lse", dims=("batch", "head")),
-        *_fields(ctypes.c_int32, "batch", "heads", "head_dim", "seqlen_q", "row_tiles"),
-    ]
-
-
-class Params(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_uint8 * 128) for name in MAPS),
-        *_fields(
-            ctypes.c_uint64,
-            "q_scale",
-            "q_col_scale",
-            "dout_scale",
-            "dout_col_scale",
-            "k_scale",
-            "k_col_scale",
-        ),
-        *_fields(
-            ctypes.c_uint64, "v_tok_scale", "bias", "minus_delta", "dq_acc", "dq_turn", "dk", "dv"
-        ),
-        *_fields(ctypes.c_uint64, "cu_seqlens_q", "cu_seqlens_k"),
-        *_strides("v_tok_scale", "dk", "dv"),
-        *_fields(
-            ctypes.c_int32, "batch", "heads_k", "heads_per_kv", "head_dim", "seqlen_q", "seqlen_k"
-        ),
-        *_fields(ctypes.c_int32, "row_tiles", "k_scale_tiles", "window_left", "window_right"),
-        *_fields(ctypes.c_float, "scale_log2", "softmax_scale"),
-        *_fields(ctypes.c_int32, "grads_aligned"),
-        ("padding", ctypes.c_int32 * 3),  # the struct is a multiple of its alignment, 64
-    ]
-
-
-class PostprocessParams(ctypes.Structure):
-    _fields_ = [
-        *_fields(ctypes.c_uint64, "dq_acc", "dq", "cu_seqlens_q"),
-        *_strides("dq"),
-        *_fields(ctypes.c_int32, "batch", "heads", "head_dim", "seqlen_q", "row_tiles"),
-        *_fields(ctypes.c_float, "softmax_scale"),
-    ]
 
 
 class Operands(NamedTuple):
@@ -213,121 +113,39 @@ def sequences(ops: Operands):
 
 def run(
     folder: Path, ops: Operands, *, softmax_scale=None, window=(-1, -1), dtype=torch.float32, deterministic=False,
-    needs=(True, True, True), scale_padding=0xFF, max_q=None, max_k=None, arch="100f", **options,
+    needs=(True, True, True), scale_padding=0xFF, max_q=None, max_k=None, **options,
 ):  # fmt: skip
     """Returns dq, dk, dv (None where not needed) and the main kernel's report."""
-    packed = ops.cu_q is not None
-    dim4 = (lambda x: x.unsqueeze(0)) if packed else (lambda x: x)
-    payloads = {name: _padded(dim4(getattr(ops, name)[0])) for name in MAPS}
-    batch, seqlen_q, heads, head_dim = dim4(ops.q[0]).shape
-    seqlen_k, heads_k = dim4(ops.k[0]).shape[1:3]
-    box = 64 if head_dim <= 64 else 128
-    maps = {name: _map(x, head_dim, box) for name, x in payloads.items()}
-    atoms, tiles = {}, {}
-    for name, axis in AXES.items():
+    problem = problem_of(
+        ops, softmax_scale=softmax_scale, window=window, dtype=dtype, deterministic=deterministic,
+        needs=needs, scale_padding=scale_padding, max_q=max_q, max_k=max_k,
+    )  # fmt: skip
+    instance = sm100.find_backward(ops.q[0].shape[-1], ops.out.dtype, dtype)
+    reports = sm100.emulate_backward(problem, instance, folder, **options)
+    return *problem.grads, reports[1]
+
+
+def problem_of(
+    ops: Operands, *, softmax_scale=None, window=(-1, -1), dtype=torch.float32, deterministic=False,
+    needs=(True, True, True), scale_padding=0xFF, max_q=None, max_k=None,
+):  # fmt: skip
+    """sm100.prepare_backward of the operands; scale bytes that no element has are scale_padding."""
+    head_dim = ops.q[0].shape[-1]
+
+    def pair(name):
+        payload, scale = getattr(ops, name)
         cu = ops.cu_k if name[0] == "k" else ops.cu_q
-        atoms[name], tiles[name] = _atoms(getattr(ops, name), axis, cu, scale_padding)
-    row_tiles, key_tiles = tiles["q"], tiles["k"]
-    assert set(tiles.values()) <= {row_tiles, key_tiles}
-    longest_q, longest_k = (
-        n if m is None else m for n, m in ((seqlen_q, max_q), (seqlen_k, max_k))
-    )
-    count = len(ops.cu_q) - 1 if packed else batch
-    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    out, lse = dim4(ops.out).contiguous(), dim4(ops.lse).contiguous()
-    v_tok_scale = dim4(ops.v_tok[1]).view(torch.uint8).contiguous()
+        return payload, attn_fwd._atoms(scale, AXES[name], cu, payload.shape[0], scale_padding)
 
-    all_rows = (1 if packed else batch) * heads * row_tiles * TILE
-    bias, delta = torch.full((2, all_rows), 77.0).unbind(0)
-    dq_acc = torch.full((all_rows * box,), 77.0)
-    dq_turn = torch.full((all_rows // TILE,), 77, dtype=torch.int32)
-    dq = torch.full((dim4(ops.q[0])).shape, 77.0, dtype=dtype)
-    dk, dv = (torch.full(dim4(ops.k[0]).shape, 77.0, dtype=dtype) for _ in range(2))
-    cu = (
-        {"cu_seqlens_q": ops.cu_q.data_ptr(), "cu_seqlens_k": ops.cu_k.data_ptr()} if packed else {}
-    )
-    cu_q = {"cu_seqlens_q": ops.cu_q.data_ptr()} if packed else {}
-    cus = [ops.cu_q, ops.cu_k] if packed else []
-
-    def address(x, wanted=True):
-        return x.data_ptr() if wanted else 0
-
-    def strides(name, x, dims=("batch", "token", "head")):
-        return {f"{name}_stride_{d}": x.stride(i) for i, d in enumerate(dims)}
-
-    def launch(name, params, grid, smem, buffers, out_dtype, **more):
-        kernel_name = f"{name}_d{box}_{OUT_NAMES[out_dtype]}"
-        kernel = emulator.Module.from_ptx(folder / f"{kernel_name}.sm_{arch}.ptx").kernels[
-            kernel_name
-        ]
-        size = ctypes.sizeof(params)
-        assert kernel.param_bytes == size, (kernel_name, kernel.param_bytes, size)
-        return kernel.launch(
-            grid=grid,
-            block=THREADS[name],
-            args=bytes(params),
-            smem_bytes=smem,
-            buffers=[*buffers, *cus],
-            **more,
-        )
-
-    q_tiles, k_tiles = -(-longest_q // TILE), -(-longest_k // TILE)
-    sizes = dict(head_dim=head_dim, seqlen_q=longest_q, row_tiles=row_tiles, batch=count)
-    dout = payloads["dout"]
-    launch(
-        "bwd_preprocess",
-        PreprocessParams(
-            dout=address(dout), dout_scale=address(atoms["dout"]), out=address(out), lse=address(lse), bias=address(bias),
-            minus_delta=address(delta), dq_acc=address(dq_acc, needs[0]), dq_turn=address(dq_turn, deterministic),
-            **strides("dout", dout), **strides("out", out), **strides("lse", lse, ("batch", "head")), heads=heads, **sizes, **cu_q,
-        ),
-        (q_tiles, heads, count), 0, [dout, atoms["dout"], out, lse, bias, delta, dq_acc, dq_turn], out.dtype,
+    tokens = 0 if ops.cu_q is not None else 1
+    return sm100.prepare_backward(
+        torch.empty(ops.q[0].shape, dtype=dtype), ops.out, ops.lse,  # of dO only its type is used
+        *pair("dout"), *pair("dout_col"), *pair("q"), *pair("q_col"), *pair("k"), *pair("k_col"), *ops.v_tok,
+        ops.cu_q, ops.cu_k,
+        ops.q[0].shape[tokens] if max_q is None else max_q, ops.k[0].shape[tokens] if max_k is None else max_k,
+        head_dim**-0.5 if softmax_scale is None else softmax_scale, *window,
+        deterministic, list(needs), 64 if head_dim <= 64 else 128,
     )  # fmt: skip
-    p = Params(
-        **{f"{name}_scale": address(x) for name, x in atoms.items()}, v_tok_scale=address(v_tok_scale),
-        bias=address(bias), minus_delta=address(delta), dq_acc=address(dq_acc, needs[0]), dq_turn=address(dq_turn, deterministic),
-        dk=address(dk, needs[1]), dv=address(dv, needs[2]), **cu,
-        **strides("v_tok_scale", v_tok_scale), **strides("dk", dk), **strides("dv", dv),
-        heads_k=heads_k, heads_per_kv=heads // heads_k, seqlen_k=longest_k, k_scale_tiles=key_tiles,
-        window_left=window[0], window_right=window[1], scale_log2=scale * math.log2(math.e), softmax_scale=scale,
-        grads_aligned=head_dim * dk.element_size() % 16 == 0, **sizes,
-    )  # fmt: skip
-    for name, m in maps.items():
-        setattr(p, name, (ctypes.c_uint8 * 128).from_buffer_copy(m.encoded))
-    buffers = [
-        *payloads.values(),
-        *atoms.values(),
-        v_tok_scale,
-        bias,
-        delta,
-        dq_acc,
-        dq_turn,
-        dk,
-        dv,
-    ]
-    report = launch(
-        "attn_bwd", p, (k_tiles * heads_k * count,), _smem_bytes(box), buffers, dtype, **options
-    )
-    if needs[0]:
-        launch(
-            "bwd_postprocess",
-            PostprocessParams(
-                dq_acc=address(dq_acc), dq=address(dq), **strides("dq", dq), softmax_scale=scale, heads=heads, **sizes, **cu_q
-            ),
-            (q_tiles, heads, count), 0, [dq_acc, dq], dtype,
-        )  # fmt: skip
-    grads = (x[0] if packed else x for x in (dq, dk, dv))
-    return *(x if need else None for x, need in zip(grads, needs, strict=True)), report
-
-
-def _smem_bytes(box):
-    """Config::kSmemBytes of attn_bwd/config.cuh."""
-    ring = 8 if box == 128 else 12
-    payloads = (3 + ring) * TILE * box + TILE * TILE
-    scales = (2 + ring + 4) * 512
-    barriers = 8 * (1 + 2 * ring + 4 + 9)
-    stats, dq_stages = 2 * 2 * TILE * 4, (1 if box == 128 else 2) * TILE * 32 * 4
-    return payloads + scales + stats + dq_stages + barriers + 16 + 1024
 
 
 def expected(ops: Operands, *, softmax_scale=None, window=(-1, -1), dtype=torch.float32):

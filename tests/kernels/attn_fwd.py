@@ -114,8 +114,9 @@ def run(
     record = sm100.record_of(problem, instance, grid)
     params = Params.from_buffer_copy(record["params"])
     params.heads_at_once = heads_at_once  # fewer than fit L2, so that there are several groups
-    report = sm100.emulate_record({**record, "params": bytes(params)}, problem, ptx, **options)
-    return problem.out, problem.lse, report
+    record["params"] = bytes(params)
+    reports = sm100.emulate_records([record], problem, ptx, **options)
+    return problem.out, problem.lse, reports[0]
 
 
 def expected(ops: Operands, *, softmax_scale=None, window=(-1, -1), out_dtype=torch.float32):

@@ -9,7 +9,8 @@ import math
 
 import pytest
 import torch
-from kernels.attn_bwd import OUT_NAMES, Operands, expected, prepare, run
+from kernels.attn_bwd import Operands, expected, prepare, run
+from kernels.attn_fwd import OUT_NAMES
 
 from flash_attn_mx import _native
 

@@ -134,7 +134,7 @@ def test_record_carries_a_kernel(tile_dim, head_dim, packed, tmp_path):
     path = tmp_path / "stand_in.ptx"
     path.write_text(stand_in.ptx(tile_dim))
     problem = stand_in.problem(head_dim, packed=packed)
-    sm100.emulate(problem, stand_in.instance(tile_dim), ptx=path)
+    sm100.emulate(problem, stand_in.instance(tile_dim), place=path)
     stand_in.check(problem, tile_dim)
 
 

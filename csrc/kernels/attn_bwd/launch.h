@@ -8,8 +8,10 @@ namespace flash_attn_mx::bwd {
 
 constexpr int kLaunchThreads = 512;  // attn_bwd
 constexpr int kLaunchPassThreads =
-    256;                          // bwd_preprocess, bwd_postprocess; no dynamic shared memory
-constexpr int kLaunchRows = 128;  // rows of a row tile, keys of a CTA
+    256;  // bwd_preprocess, bwd_postprocess; no dynamic shared memory
+constexpr int kLaunchRows =
+    128;  // rows of a row tile, keys of a CTA; rows of the tensor maps' boxes
+constexpr int kLaunchCluster = 1;  // CTAs of a cluster of attn_bwd
 
 constexpr int launch_ring_stages(int tile) { return tile == 128 ? 8 : 12; }
 constexpr int launch_dq_stages(int tile) { return tile == 128 ? 1 : 2; }
@@ -24,11 +26,15 @@ constexpr uint32_t launch_smem_bytes(int tile) {
   return payloads + scales + 2 * 2 * 128 * 4 + dq + 8 * barriers + 16 + 1024;
 }
 
-// Grid of attn_bwd: one CTA per key tile and key head. All of them: a CTA may wait for ones with smaller numbers only.
+// Grid of attn_bwd, a multiple of the cluster: one CTA per key tile and key head. All of them: a CTA may wait for ones
+// with smaller numbers only.
 constexpr int64_t launch_items(int64_t longest_k, int64_t heads_k, int64_t batch) {
   return (longest_k + kLaunchRows - 1) / kLaunchRows * heads_k * batch;
 }
-// Grid of the other two: {ceil(longest_q / kLaunchRows), heads, batch}.
+// Grid of the other two: one CTA per row tile, those of a head together, then the heads of a sequence.
+constexpr int64_t launch_pass_items(int64_t longest_q, int64_t heads, int64_t batch) {
+  return (longest_q + kLaunchRows - 1) / kLaunchRows * heads * batch;
+}
 
 // Elements of scratch: bias and minus_delta (fp32, rows each), dq_acc (fp32, rows * tile), dq_turn (int32, rows / 128).
 // row_tiles: tiles of 128 rows per head, as q_scale_tiles; batch 1 if packed.

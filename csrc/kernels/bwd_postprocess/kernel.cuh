@@ -2,14 +2,14 @@
 //
 // FLOW   dq_acc -LDG-> registers · softmax_scale -> dQ -STG-> GMEM
 // ROLES  8 warps, all the same. A thread takes 4 channels of a row; a warp 16 lots of channels of 2 rows, so that it reads
-//        whole 32-byte sectors and writes runs of 64 channels.                   GRID  (query tile, head, batch)
+//        whole 32-byte sectors and writes runs of 64 channels.                   GRID  row tiles, see RowTile
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "attn_bwd/launch.h"
-#include "common/mask.cuh"
+#include "common/row_tile.cuh"
 #include "params.h"
 
 namespace flash_attn_mx::bwd {
@@ -25,18 +25,12 @@ struct Postprocess {
   const BwdPostprocessParams& p;
 
   FAMX_DEVICE void run() const {
-    const int tile = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
-    int start = 0, seqlen = p.seqlen_q;
-    int64_t row_tile = (int64_t(batch) * p.heads + head) * p.row_tiles + tile;
-    if (p.cu_seqlens_q) {
-      start = p.cu_seqlens_q[batch];
-      seqlen = p.cu_seqlens_q[batch + 1] - start;
-      row_tile = int64_t(head) * p.row_tiles + start / kTile + batch + tile;
-    }
-    const int rows = min(seqlen - tile * kTile, kTile);
-    const float4* acc = reinterpret_cast<const float4*>(p.dq_acc + row_tile * kTile * kHeadDim);
-    Grad* dq = static_cast<Grad*>(p.dq) + (p.cu_seqlens_q ? 0 : batch) * p.dq_stride_batch +
-               head * p.dq_stride_head + (start + int64_t(tile) * kTile) * p.dq_stride_token;
+    const RowTile tile(p, blockIdx.x);
+    const int rows = tile.rows();
+    const float4* acc = reinterpret_cast<const float4*>(p.dq_acc + tile.index * kTile * kHeadDim);
+    Grad* dq = static_cast<Grad*>(p.dq) + tile.batch * p.dq_stride_batch +
+               tile.head * p.dq_stride_head +
+               (int64_t(tile.start) + tile.first) * p.dq_stride_token;
     constexpr int kGroups = kHeadDim / 64;  // of 16 lots of 4 channels
     for (int i = threadIdx.x; i < kTile * kHeadDim / 4; i += kPostprocessThreads) {
       const int row = (i / 32 / kGroups) * 2 + i % 2;

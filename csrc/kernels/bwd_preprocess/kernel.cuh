@@ -1,14 +1,14 @@
 // bwd_preprocess: what attn_bwd needs per query row, and zeros where it will add.
 //
 // FLOW   dO payload, scales, O -LDG-> registers -> delta = rowsum(dO ∘ O) -> GMEM;  LSE -> bias;  0 -> dq_acc, dq_turn
-// ROLES  8 warps, all the same: kLanes lanes share a row, 4 channels each.      GRID  (query tile, head, batch)
+// ROLES  8 warps, all the same: kLanes lanes share a row, 4 channels each.      GRID  row tiles, see RowTile
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "attn_bwd/launch.h"
-#include "common/mask.cuh"
+#include "common/row_tile.cuh"
 #include "common/sf_layout.cuh"
 #include "params.h"
 
@@ -38,26 +38,19 @@ struct Preprocess {
   const BwdPreprocessParams& p;
 
   FAMX_DEVICE void run() const {
-    const int tile = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
-    int start = 0, seqlen = p.seqlen_q;
-    int64_t row_tile = (int64_t(batch) * p.heads + head) * p.row_tiles + tile;
-    if (p.cu_seqlens_q) {
-      start = p.cu_seqlens_q[batch];
-      seqlen = p.cu_seqlens_q[batch + 1] - start;
-      row_tile = int64_t(head) * p.row_tiles + start / kTile + batch + tile;
-    }
-    if (tile * kTile >= seqlen) return;
-    clear(row_tile);
-    const int dense_batch = p.cu_seqlens_q ? 0 : batch;
-    const uint8_t* dout = p.dout + dense_batch * p.dout_stride_batch + head * p.dout_stride_head;
-    const Out* out = static_cast<const Out*>(p.out) + dense_batch * p.out_stride_batch +
-                     head * p.out_stride_head;
-    const float* lse = p.lse + dense_batch * p.lse_stride_batch + head * p.lse_stride_head;
-    const uint8_t* scale = p.dout_scale + row_tile * 512;
+    const RowTile tile(p, blockIdx.x);
+    if (tile.rows() <= 0) return;  // packed: the sequence is shorter than the longest one
+    clear(tile.index);
+    const uint8_t* dout =
+        p.dout + tile.batch * p.dout_stride_batch + tile.head * p.dout_stride_head;
+    const Out* out = static_cast<const Out*>(p.out) + tile.batch * p.out_stride_batch +
+                     tile.head * p.out_stride_head;
+    const float* lse = p.lse + tile.batch * p.lse_stride_batch + tile.head * p.lse_stride_head;
+    const uint8_t* scale = p.dout_scale + tile.index * 512;
     const int lane = threadIdx.x % kLanes;
     for (int row = threadIdx.x / kLanes; row < kTile; row += kRowsPerPass) {
-      const bool exists = tile * kTile + row < seqlen;
-      const int64_t token = start + int64_t(tile) * kTile + row;
+      const bool exists = row < tile.rows();
+      const int64_t token = int64_t(tile.start) + tile.first + row;
       float sum = 0.0f;
       if (exists)
         sum = partial(dout + token * p.dout_stride_token, scale + scale_word_offset(row),
@@ -65,9 +58,10 @@ struct Preprocess {
 #pragma unroll
       for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
       if (lane == 0) {
-        p.minus_delta[row_tile * kTile + row] = -sum;
+        p.minus_delta[tile.index * kTile + row] = -sum;
         const float l = exists ? lse[token] : -__builtin_huge_valf();
-        p.bias[row_tile * kTile + row] = l == -__builtin_huge_valf() ? l : l * -1.4426950408889634f;
+        p.bias[tile.index * kTile + row] =
+            l == -__builtin_huge_valf() ? l : l * -1.4426950408889634f;
       }
     }
   }
