@@ -50,9 +50,17 @@ def __getattr__(name):
 
 def _dims(v, what):
     v = (v,) if isinstance(v, int) else tuple(v)
-    if not 1 <= len(v) <= 3 or not all(isinstance(x, int) and x > 0 for x in v):
-        raise ValueError(f"{what} must be one to three positive ints, got {v}")
+    if not 1 <= len(v) <= 3 or not all(isinstance(x, int) and 0 < x < 2**31 for x in v):
+        raise ValueError(f"{what} must be one to three ints of 1..2^31-1, got {v}")
     return v + (1,) * (3 - len(v))
+
+
+def _whole(v, what, low, high):
+    if isinstance(v, bool) or not isinstance(v, int):
+        raise TypeError(f"{what} must be an int, got {type(v).__name__}")
+    if not low <= v <= high:
+        raise ValueError(f"{what} must be {low}..{high}, got {v}")
+    return v
 
 
 def _is_array(x):
@@ -69,6 +77,8 @@ def _span(x):
         last = sum((n - 1) * s for n, s in zip(x.shape, x.stride()))
         return x.data_ptr(), (last + 1) * x.element_size(), False
     i = x.__array_interface__
+    if x.dtype.hasobject:
+        raise TypeError("arrays of Python objects have no memory that a kernel could use")
     if x.size == 0:
         return i["data"][0], 0, False
     if any(s < 0 for s in x.strides):
@@ -180,6 +190,10 @@ class Kernel:
             elif isinstance(a, (bytes, bytearray)):
                 raw = bytes(a)
             elif isinstance(a, (bool, int)):
+                if not -(1 << 8 * n - 1) <= a < 1 << 8 * n:
+                    raise ValueError(
+                        f"argument {i} ({p['name']}): {a} does not fit a parameter of {n} bytes"
+                    )
                 raw = (int(a) & ((1 << 8 * n) - 1)).to_bytes(n, "little")
             elif isinstance(a, float):
                 if n not in (4, 8):
@@ -197,7 +211,7 @@ class Kernel:
         return bytes(block)
 
     def launch(self, grid, block, args, cluster=(1, 1, 1), smem_bytes=0, *, order="eager", seed=0, checks=True, threads=1,
-               mma="model", buffers=(), undefined=(), timeout=600.0):  # fmt: skip
+               mma="model", buffers=(), undefined=(), timeout=600.0, memory=8 << 30, stack=512 << 10, printf_bytes=1 << 20):  # fmt: skip
         """Runs the kernel to completion.
 
         Args:
@@ -210,8 +224,13 @@ class Kernel:
           mma: "model" (25-bit truncating bit model) or "fp64".
           buffers: tensors that the kernel reaches through addresses inside bytes.   undefined: those of its tensors
             whose contents are not defined yet: reading them before a write is an error.
+          timeout: seconds of wall time.   memory: host bytes that the clusters which are resident together may take;
+            fewer are resident if they need more, and a launch whose one cluster needs more is refused.
+          stack: bytes of local memory per thread, frames of called functions included.
+          printf_bytes: what printf may leave; later lines are dropped, and the last line of Report.output counts them.
         Returns: Report.
-        Raises: EmulatorError for anything the kernel does wrong; ValueError/TypeError for wrong arguments.
+        Raises: EmulatorError for anything the kernel does wrong, the time limit included; ValueError/TypeError for wrong
+          arguments and for what exceeds memory= or stack=; KeyboardInterrupt.
         """
         if order not in _ORDERS:
             raise ValueError(f"order must be one of {', '.join(_ORDERS)}, got {order!r}")
@@ -221,10 +240,17 @@ class Kernel:
         for c in names:
             if c not in CHECKS:
                 raise ValueError(f"unknown check {c!r}; there are {', '.join(CHECKS)}")
+        _whole(smem_bytes, "smem_bytes", 0, 232448)
+        _whole(seed, "seed", -(2**63), 2**64 - 1)
+        _whole(threads, "threads", 1, 256)
+        for what, v in (("memory", memory), ("stack", stack), ("printf_bytes", printf_bytes)):
+            _whole(v, what, 0, 2**48)
+        if not 0 < timeout <= 1e9:
+            raise ValueError(f"timeout must be a number of seconds above 0, got {timeout}")
         used = list(buffers)
         block_bytes = self._pack(args, used)
         options = dict(grid=_dims(grid, "grid"), cluster=_dims(cluster, "cluster"), block=_dims(block, "block"), smem_bytes=smem_bytes, order=_ORDERS[order],
-                       seed=seed & (2**64 - 1), threads=max(1, threads), mma=_MMA[mma], timeout=float(timeout), checks=list(names))  # fmt: skip
+                       seed=seed & (2**64 - 1), threads=threads, mma=_MMA[mma], timeout=float(timeout), memory=memory, stack=stack, printf_bytes=printf_bytes, checks=list(names))  # fmt: skip
         out = self._module._native.launch(
             self.name, block_bytes, _regions(used, undefined), options
         )
@@ -262,16 +288,25 @@ class Module:
     """A loaded PTX module."""
 
     def __init__(self, text):
-        self._native = _native().Module(text)
+        if isinstance(text, str):
+            text = text.encode("utf-8", "replace")
+        self._native = _native().Module(bytes(text))
         self.kernels = {k["name"]: Kernel(self, k) for k in self._native.kernels()}
 
     @staticmethod
     def from_ptx(path_or_text):
-        """Parses PTX, given as text or as a path. Raises PtxError (a ValueError) with the line for what it cannot run."""
+        """Parses PTX, given as text (str or bytes) or as a path. A str without a line break or `.version` is a path.
+
+        Raises: PtxError (a ValueError) with the line for what it cannot run; OSError.
+        """
         text = path_or_text
-        if isinstance(text, os.PathLike) or "\n" not in text:
-            with open(text, encoding="utf-8", errors="surrogateescape") as f:
+        if isinstance(text, os.PathLike) or (
+            isinstance(text, str) and "\n" not in text and ".version" not in text
+        ):
+            with open(text, "rb") as f:
                 text = f.read()
+        if not isinstance(text, (str, bytes, bytearray)):
+            raise TypeError(f"PTX must be a path, str or bytes, got {type(text).__name__}")
         return Module(text)
 
     def inspect(self):

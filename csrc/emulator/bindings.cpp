@@ -100,7 +100,7 @@ void triple(const py::dict& o, const char* key, uint32_t* out) {
   if (v.size() != 3) throw py::value_error(std::string(key) + " must have three elements");
   for (int i = 0; i < 3; ++i) {
     if (v[i] < 1 || v[i] > 0x7FFFFFFF)
-      throw py::value_error(std::string(key) + " must be positive");
+      throw py::value_error(std::string(key) + " must be 1..2^31-1 in every dimension");
     out[i] = (uint32_t)v[i];
   }
 }
@@ -110,6 +110,8 @@ void check_launch(const Program& p, const Options& o) {
   uint64_t threads = 1, ctas = 1;
   for (int d = 0; d < 3; ++d) {
     threads *= o.block[d], ctas *= o.cluster[d];
+    if (threads > 1024) fail("more than 1024 threads per CTA");
+    if (ctas > 16) fail("more than 16 CTAs per cluster");
     if (o.grid[d] % o.cluster[d]) fail("the grid is not a multiple of the cluster");
     if (p.reqntid[0] && (uint32_t)std::max(1, p.reqntid[d]) != o.block[d])
       fail("block differs from .reqntid");
@@ -121,14 +123,34 @@ void check_launch(const Program& p, const Options& o) {
     grid *= o.grid[d];
     if (grid > 1ull << 31) fail("more than 2^31 CTAs");
   }
-  if (threads > 1024) fail("more than 1024 threads per CTA");
   if (p.maxntid[0] &&
       threads > (uint64_t)p.maxntid[0] * std::max(1, p.maxntid[1]) * std::max(1, p.maxntid[2]))
     fail("block exceeds .maxntid");
-  if (ctas > 16) fail("more than 16 CTAs per cluster");
-  if (o.dynamic_smem + p.static_smem > 232448)
-    fail("shared memory of " + std::to_string(o.dynamic_smem + p.static_smem) +
-         " bytes exceeds 232448");
+  const uint64_t smem = (uint64_t)o.dynamic_smem + p.static_smem;
+  if (smem > 232448) fail("shared memory of " + std::to_string(smem) + " bytes exceeds 232448");
+  if (p.local_bytes > o.stack)
+    fail("a thread needs " + std::to_string(p.local_bytes) +
+         " bytes of local memory, stack= allows " + std::to_string(o.stack));
+  if (cluster_bytes(p, o) > o.memory)
+    fail("one cluster takes " + std::to_string(cluster_bytes(p, o)) +
+         " bytes of the host's memory, memory= allows " + std::to_string(o.memory));
+}
+
+// Bytes of any kind as text: what a kernel prints need not be UTF-8.
+py::str to_text(const std::string& s) {
+  return py::reinterpret_steal<py::str>(
+      PyUnicode_DecodeUTF8(s.data(), (Py_ssize_t)s.size(), "replace"));
+}
+
+// Ctrl-C stops a launch. Asked by the thread that called launch; the GIL is taken ten times a second.
+std::function<bool()> ask_python() {
+  using clock = std::chrono::steady_clock;
+  return [next = clock::now()]() mutable {
+    if (clock::now() < next) return false;
+    next = clock::now() + std::chrono::milliseconds(100);
+    py::gil_scoped_acquire gil;
+    return PyErr_CheckSignals() != 0;
+  };
 }
 
 py::dict PyModule::launch(
@@ -145,6 +167,9 @@ py::dict PyModule::launch(
   m.opt.seed = o["seed"].cast<uint64_t>();
   m.opt.threads = o["threads"].cast<int>();
   m.opt.timeout_s = o["timeout"].cast<double>();
+  m.opt.memory = o["memory"].cast<uint64_t>(), m.opt.stack = o["stack"].cast<uint64_t>(),
+  m.opt.printf_bytes = o["printf_bytes"].cast<uint64_t>();
+  m.opt.interrupted = ask_python();
   auto c = o["checks"].cast<std::vector<std::string>>();
   auto on = [&](const char* k) { return std::find(c.begin(), c.end(), k) != c.end(); };
   m.opt.checks.uninit = on("uninit"), m.opt.checks.proxy = on("proxy"),
@@ -175,11 +200,17 @@ py::dict PyModule::launch(
     py::gil_scoped_release release;
     r = run_machine(m);
   }
+  if (PyErr_Occurred()) throw py::error_already_set();
   py::dict d, forms;
   for (size_t i = 0; i < r.form_count.size(); ++i)
     if (r.form_count[i]) forms[isa_table()[i].pattern] = r.form_count[i];
-  d["error"] = r.error, d["forms"] = forms, d["warp_instructions"] = r.warp_insns,
-  d["output"] = r.output;
+  py::list output;
+  for (auto& line : r.output) output.append(to_text(line));
+  if (r.output_dropped)
+    output.append("[" + std::to_string(r.output_dropped) + " further printf calls dropped: the " +
+                  std::to_string(m.opt.printf_bytes) + " bytes of printf_bytes= are full]");
+  d["error"] = to_text(r.error), d["forms"] = forms, d["warp_instructions"] = r.warp_insns;
+  d["output"] = output;
   d["instructions"] = r.insns, d["mma"] = r.mma, d["mma_flop"] = r.mma_flop,
   d["tma_load_bytes"] = r.tma_load, d["tma_store_bytes"] = r.tma_store;
   d["global_load_bytes"] = r.global_ld, d["global_store_bytes"] = r.global_st,

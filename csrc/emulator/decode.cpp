@@ -6,6 +6,9 @@
 #include "isa.h"
 
 namespace flash_attn_mx::emu {
+
+const ConstLanes kZeroLanes = {};
+
 namespace {
 
 class Compiler {
@@ -280,6 +283,7 @@ void Compiler::run() {
       b = e + 1;
     }
     in.fn = isa_table()[f->second].decode(d);
+    p_.uses_tmem |= ri.op.rfind("tcgen05", 0) == 0;
     in.nops = (uint8_t)ops.size();
     in.op = pool(std::move(ops));
   }

@@ -128,6 +128,9 @@ struct Decode {
       if (ops[i].sub[j].kind != Operand::Reg && ops[i].sub[j].kind != Operand::Const &&
           ops[i].sub[j].kind != Operand::Sink)
         fail("vector elements must be registers or constants");
+    for (size_t j = 0; j < ops[i].count; ++j)
+      if (ops[i].sub[j].kind == Operand::Reg && !ops[i].sub[j].width)
+        fail("vector elements must not be predicates");
     return ops[i].sub;
   }
 };
@@ -144,7 +147,8 @@ struct Program {
   std::unordered_map<uint64_t, const ConstLanes*> const_index;
   std::deque<std::string> names;
   std::vector<std::pair<std::string, Operand>>
-      specials;            // %tid.x … -> register slot, filled when a warp starts
+      specials;  // %tid.x … -> register slot, filled when a warp starts
+  bool uses_tmem = false;
   std::string static_map;  // shared symbols and offsets, for inspect
 };
 

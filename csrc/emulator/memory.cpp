@@ -204,7 +204,7 @@ Ref shared_ref(Cluster& cl, uint32_t addr, uint32_t bytes, const char* what) {
                               std::to_string(rank) + " of a cluster of " +
                               std::to_string(cl.ctas.size()));
   Cta& c = *cl.ctas[rank];
-  if (off < kSmemBase || off + bytes > kSmemBase + c.smem_bytes)
+  if (off < kSmemBase || (uint64_t)off + bytes > kSmemBase + c.smem_bytes)
     throw Fault("bounds", std::string(what) + ": " + std::to_string(bytes) +
                               " bytes at shared address " + hex(addr) + ", the CTA has [" +
                               hex(kSmemBase) + ", " + hex(kSmemBase + c.smem_bytes) + ")");

@@ -69,7 +69,7 @@ void do_aligned_nop(Exec& x, const Instr&, uint32_t) { converge(x, kFull); }
 
 // ---- calls
 // -------------------------------------------------------------------------------------------------------------
-std::string c_string(Exec& x, uint64_t addr, int lane) {
+std::string c_string(Exec& x, uint64_t addr, int lane) {  // at most 4096 bytes
   std::string s;
   for (; s.size() < 4096; ++addr) {
     char c = (char)*resolve(x, Space::Generic, addr, 1, Access::Read, lane).p;
@@ -100,7 +100,11 @@ std::string format(Exec& x, const std::string& f, uint64_t args, int lane) {
       out += '%';
       continue;
     }
-    if (flags.find('*') != std::string::npos || flags.size() > 16) {
+    // The host's printf gets no more than flags, a width and a precision below 1000 each.
+    size_t digits = 0;
+    bool plain = flags.find_first_not_of("-+ #.0123456789", 1) == std::string::npos;
+    for (char k : flags) plain &= (digits = std::isdigit((unsigned char)k) ? digits + 1 : 0) <= 3;
+    if (!plain) {
       out += "<printf: unsupported format>";
       break;
     }
@@ -138,8 +142,14 @@ void do_printf(Exec& x, const Instr& in, uint32_t mask) {
     for (int k = 0; k < 2; ++k)
       std::memcpy(&p[k],
                   resolve(x, Space::Local, (uint64_t)in.op[2].sub[k].imm, 8, Access::Read, l).p, 8);
-    if (x.cl->output.size() < 100000)
-      x.cl->output.push_back(format(x, c_string(x, p[0], l), p[1], l));
+    std::string text = format(x, c_string(x, p[0], l), p[1], l);
+    // What does not fit is counted; the report says so. The vector entry itself takes memory too.
+    if (x.cl->output_bytes + text.size() + 64 > x.m->opt.printf_bytes) {
+      ++x.cl->output_dropped;
+      continue;
+    }
+    x.cl->output_bytes += text.size() + 64;
+    x.cl->output.push_back(std::move(text));
   }
 }
 

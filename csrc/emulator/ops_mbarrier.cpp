@@ -223,13 +223,13 @@ void do_cp_async_group(Exec& x, const Instr& in,
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = first_lane(m);
     auto& g = x.w->cpasync[l];
+    while (!g.committed.empty() && *g.committed.front() == 0) g.committed.pop_front();
     if (in.aux[0] == 0) {
       g.committed.push_back(g.open);
       g.open = std::make_shared<int>(0);
       continue;
     }
     size_t keep = in.aux[0] == 2 ? 0 : in.aux[1];
-    while (!g.committed.empty() && *g.committed.front() == 0) g.committed.pop_front();
     if (g.committed.size() > keep || (in.aux[0] == 2 && *g.open))
       return x.block(Why::CpAsync, (uint64_t)l, keep);
   }
@@ -244,7 +244,8 @@ void do_cp_async_mbarrier(Exec& x, const Instr& in, uint32_t mask) {  // aux: no
       if (!b.valid)
         throw Fault("mbarrier",
                     "cp.async.mbarrier.arrive on an uninitialised barrier at " + hex(r.off));
-      ++b.pending;
+      if (++b.pending > kMbarMax)
+        throw Fault("mbarrier", "pending count of the barrier at " + hex(r.off) + " overflows");
       b.store(r.p);
     }
     refs.push_back(r);
@@ -310,6 +311,7 @@ ExecFn cp_async(Decode& d) {
   d.in.aux[0] = n;
   bool policy = d.has("L2::cache_hint");
   if (d.ops.size() > (policy ? 4u : 3u)) {
+    d.value(3);
     d.in.aux[1] = 3;
     d.in.aux[2] = d.ops[3].kind == Operand::Reg && d.ops[3].width == 0;
   }

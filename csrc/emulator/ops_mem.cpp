@@ -390,20 +390,20 @@ ExecFn ldmatrix(Decode& d) {
   d.want(2, 2), d.mem(1);
   d.in.aux[0] = d.has("x1") ? 1 : d.has("x2") ? 2 : 4;
   d.in.aux[1] = d.has("trans");
-  if (d.ops[0].kind == Operand::Vec)
+  if (d.ops[0].kind == Operand::Vec || d.in.aux[0] > 1)
     d.vec(0, d.in.aux[0], d.in.aux[0]);
-  else if (d.in.aux[0] > 1)
-    d.fail("needs a vector of registers");
+  else
+    d.dst(0);
   return &do_ldmatrix;
 }
 ExecFn stmatrix(Decode& d) {
   d.want(2, 2), d.mem(0);
   d.in.aux[0] = d.has("x1") ? 1 : d.has("x2") ? 2 : 4;
   d.in.aux[1] = d.has("trans");
-  if (d.ops[1].kind == Operand::Vec)
+  if (d.ops[1].kind == Operand::Vec || d.in.aux[0] > 1)
     d.vec(1, d.in.aux[0], d.in.aux[0]);
-  else if (d.in.aux[0] > 1)
-    d.fail("needs a vector of registers");
+  else
+    d.data(1);
   return &do_stmatrix;
 }
 ExecFn cvta(Decode& d) {

@@ -111,9 +111,11 @@ Access2 tmem_access(Exec& x, const Instr& in, const Operand& mem, const Operand*
   Access2 r{32 * quarter + sub, a & 511, imm ? (uint32_t)imm->imm : 0};
   static const uint32_t kRegsPerRow[] = {1, 1, 2, 4, 1}, kColsPerRow[] = {1, 2, 4, 8, 1};
   uint32_t cols = in.aux[1] / kRegsPerRow[shape] * kColsPerRow[shape];
-  if (in.aux[2]) cols *= 2;
-  need_columns(*x.cta, r.col0, cols, in.text);
-  if (shape == 4) need_columns(*x.cta, r.col0 + r.half, cols, in.text);
+  if (r.half > kTmemCols)
+    throw Fault("tmem", "split offset " + std::to_string(r.half) + " exceeds tensor memory");
+  const uint32_t words = in.aux[2] ? 2 : 1;  // 16-bit packing: two columns per register
+  need_columns(*x.cta, r.col0, words * cols, in.text);
+  if (shape == 4) need_columns(*x.cta, r.col0 + words * r.half, words * cols, in.text);
   return r;
 }
 

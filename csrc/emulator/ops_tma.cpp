@@ -27,7 +27,22 @@ TensorMap read_map(Exec& x, const Operand& mem, int lane) {
   std::string why;
   if (!decode_map(bytes, &t, &why))
     throw Fault("tensormap", "no valid tensor map at " + hex(a) + ": " + why, lane);
+  if (t.box_bytes() > x.cta->smem_bytes)
+    throw Fault("tensormap",
+                "a box of " + std::to_string(t.box_bytes()) + " bytes; the CTA has " +
+                    std::to_string(x.cta->smem_bytes) + " of shared memory",
+                lane);
   return t;
+}
+
+// A 16-byte chunk of a box at `off` after swizzling. A swizzle moves it within its 128 bytes, which
+// can lie beyond a box of narrow rows.
+uint8_t* chunk_at(Cta& c, uint32_t off, uint32_t swizzle) {
+  const uint32_t a = swizzle_address(off, swizzle);
+  if (a + 16 > kSmemBase + c.smem_bytes)
+    throw Fault("bounds", "the swizzle moves a tensor copy's bytes to " + hex(a) +
+                              ", behind the CTA's shared memory");
+  return c.smem.data() + a;
 }
 
 // Calls f(shared offset of 16-byte chunk before swizzling, coordinates of its first element) over
@@ -82,8 +97,7 @@ void run_tensor_load(Machine& m, const TensorMap& t, const int32_t* c,
           std::memcpy(buf + k * es, global_at(m, t.address + at + e * es, es, false), es);
       }
     }
-    for (auto& d : to)
-      std::memcpy(d.data.cta->smem.data() + swizzle_address(d.data.off + off, t.swizzle), buf, 16);
+    for (auto& d : to) std::memcpy(chunk_at(*d.data.cta, d.data.off + off, t.swizzle), buf, 16);
   });
 }
 
@@ -169,7 +183,7 @@ void do_tma_load(Exec& x, const Instr& in, uint32_t mask) {  // aux: rank, cta_g
                   l);
     int32_t c[5];
     coordinates(x, in.op[1], t, l, false, c);
-    uint32_t dst = shared_addr(x, in.op[0], l), bytes = t.box_bytes();
+    uint32_t dst = shared_addr(x, in.op[0], l), bytes = (uint32_t)t.box_bytes();
     if (dst & 127)
       throw Fault("align", "tensor copy destination " + hex(dst) + " is not 128-byte aligned", l);
     uint32_t ctas = in.aux[2] ? (uint32_t)src_lane(x, in.op[3], l) & 0xFFFF : 0;
@@ -232,7 +246,7 @@ void do_tma_store(Exec& x, const Instr& in, uint32_t mask) {  // aux: rank, redu
                   l);
     int32_t c[5];
     coordinates(x, in.op[0], t, l, true, c);
-    uint32_t s = shared_addr(x, in.op[1], l), bytes = t.box_bytes();
+    uint32_t s = shared_addr(x, in.op[1], l), bytes = (uint32_t)t.box_bytes();
     if (s & 127)
       throw Fault("align", "tensor copy source " + hex(s) + " is not 128-byte aligned", l);
     if (s >> 24 != x.cta->rank)
@@ -251,7 +265,7 @@ void do_tma_store(Exec& x, const Instr& in, uint32_t mask) {  // aux: rank, redu
       const uint32_t es = t.elem_bytes();
       for_chunks(t, cc.data(), [&](uint32_t off, int64_t at, bool inside, int64_t x0, uint32_t n) {
         if (!inside) return;
-        const uint8_t* p = r.cta->smem.data() + swizzle_address(r.off + off, t.swizzle);
+        const uint8_t* p = chunk_at(*r.cta, r.off + off, t.swizzle);
         int64_t lo = std::max<int64_t>(0, -x0), hi = std::min<int64_t>(n, (int64_t)t.dims[0] - x0);
         if (lo >= hi) return;
         uint64_t addr = t.address + at + (x0 + lo) * es;
@@ -356,12 +370,12 @@ void do_bulk_group(Exec& x, const Instr& in, uint32_t mask) {  // aux: wait, N
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = first_lane(m);
     auto& g = bulk_of(x, l);
+    while (!g.committed.empty() && *g.committed.front() == 0) g.committed.pop_front();
     if (!in.aux[0]) {
       g.committed.push_back(g.open);
       g.open = std::make_shared<int>(0);
       continue;
     }
-    while (!g.committed.empty() && *g.committed.front() == 0) g.committed.pop_front();
     if (g.committed.size() > in.aux[1]) return x.block(Why::BulkGroup, (uint64_t)l, in.aux[1]);
   }
 }

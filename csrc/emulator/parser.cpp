@@ -9,9 +9,16 @@
 namespace flash_attn_mx::emu {
 namespace {
 
-constexpr int kMaxDepth = 64;             // nesting of scopes and operands
-constexpr uint64_t kMaxBytes = 1u << 30;  // one variable
-constexpr int kMaxRegs = 1 << 22;
+// Limits on one module, some ten times what the largest kernel we know needs: text that exceeds one
+// is an error with a line, and never takes the machine's memory.
+constexpr size_t kMaxText = 64u << 20;         // bytes
+constexpr int kMaxDepth = 64;                  // nesting of scopes and initialisers
+constexpr uint64_t kMaxBytes = 256u << 20;     // all module-scope variables together
+constexpr int kMaxRegs = 1 << 20;              // of one function
+constexpr int kMaxScopes = 1 << 18;            // of one function
+constexpr size_t kMaxInsns = 1u << 20;         // of the module
+constexpr size_t kMaxOperands = 1u << 21;      // of the module
+constexpr uint64_t kMaxLocalBytes = 1u << 24;  // .local and call arguments of one function
 
 bool ident_start(char c) {
   return std::isalpha((unsigned char)c) || c == '_' || c == '$' || c == '%';
@@ -37,16 +44,21 @@ bool type_info(const std::string& t, TypeInfo* out) {
 
 class Parser {
  public:
-  explicit Parser(const std::string& text) : s_(text.data()), e_(text.data() + text.size()) {}
+  explicit Parser(const std::string& text) : s_(text.data()), e_(text.data() + text.size()) {
+    if (text.size() > kMaxText)
+      fail("the text has " + std::to_string(text.size()) + " bytes, more than " +
+           std::to_string(kMaxText));
+  }
   std::unique_ptr<RawModule> run();
 
  private:
   struct Scope {
     std::unordered_map<std::string, int> regs;
     std::unordered_map<std::string, Symbol*> syms;
-    std::vector<std::pair<std::string, int>>
-        ranges;  // .reg .b32 %r<100>: prefix, first index (count in range_count)
-    std::vector<int> range_count;
+    struct Range {
+      int first, count;
+    };
+    std::unordered_map<std::string, std::vector<Range>> ranges;  // .reg .b32 %r<100>, by prefix
     int id = 0;
   };
 
@@ -106,6 +118,8 @@ class Parser {
   std::vector<Scope> scopes_;
   std::unordered_map<std::string, Symbol*> globals_;
   std::string linkage_;
+  size_t operands_ = 0, insns_ = 0;
+  uint64_t module_bytes_ = 0;
 };
 
 void Parser::skip() {
@@ -154,6 +168,7 @@ uint64_t Parser::scan_digits(int base) {
             : std::isalpha((unsigned char)*s_) ? std::tolower(*s_) - 'a' + 10
                                                : 99;
     if (d >= base) break;
+    if (v > (UINT64_MAX - d) / base) fail("number exceeds 64 bits");
     v = v * base + d;
   }
   if (b == s_) fail("malformed number");
@@ -229,17 +244,15 @@ RawOp Parser::name_operand() {
     }
     auto sy = sc.syms.find(n);
     if (sy != sc.syms.end()) return o.kind = RawOp::Sym, o.sym = sy->second, o;
-    for (size_t r = 0; r < sc.ranges.size(); ++r) {
-      const std::string& p = sc.ranges[r].first;
-      if (n.size() > p.size() && n.size() <= p.size() + 8 && n.compare(0, p.size(), p) == 0) {
-        bool digits = true;
-        for (size_t c = p.size(); c < n.size(); ++c)
-          digits &= std::isdigit((unsigned char)n[c]) != 0;
-        if (!digits) continue;
-        int idx = std::atoi(n.c_str() + p.size());
-        if (idx >= sc.range_count[r]) continue;
+    // %r12 is element 12 of %r<…>, or element 2 of %r1<…>
+    for (size_t p = n.size(); p-- > 1 && n.size() - p <= 8 && std::isdigit((unsigned char)n[p]);) {
+      auto range = sc.ranges.find(n.substr(0, p));
+      if (range == sc.ranges.end()) continue;
+      int idx = std::atoi(n.c_str() + p);
+      for (auto& r : range->second) {
+        if (idx >= r.count) continue;
         o.kind = RawOp::Register;
-        o.reg = sc.ranges[r].second + idx;
+        o.reg = r.first + idx;
         return o;
       }
     }
@@ -282,6 +295,7 @@ RawOp Parser::mem(int depth) {
 
 RawOp Parser::operand(int depth) {
   if (depth > 4) fail("operand nesting too deep");
+  if (++operands_ > kMaxOperands) fail("more than " + std::to_string(kMaxOperands) + " operands");
   skip();
   char c = peek();
   if (c == '[') {
@@ -356,8 +370,7 @@ void Parser::reg_decl() {
       int64_t count = integer();
       expect('>');
       if (count < 0 || count > kMaxRegs) fail("bad register count");
-      sc.ranges.emplace_back(n, (int)k_->regs.size());
-      sc.range_count.push_back((int)count);
+      sc.ranges[n].push_back({(int)k_->regs.size(), (int)count});
       for (int i = 0; i < count; ++i) new_reg(n + std::to_string(i), ti.bytes);
     } else {
       sc.regs[n] = new_reg(n, ti.bytes);
@@ -433,11 +446,13 @@ void Parser::variable(Space space, bool is_extern) {
         unsized = true;
       else {
         int64_t d = integer();
-        if (d < 0 || (uint64_t)d > kMaxBytes || n * d > kMaxBytes) fail("bad array size");
+        if (d < 0 || (uint64_t)d > kMaxBytes || n * d > kMaxBytes)
+          fail("array size " + std::to_string(d) + " is not 0.." + std::to_string(kMaxBytes));
         n *= d;
       }
       expect(']');
     }
+    if (n * elem > kMaxBytes) fail("a variable of " + std::to_string(n * elem) + " bytes");
     sym->size = unsized ? 0 : n * elem;
     if (eat('=')) initialiser(sym.get(), elem, type);
     if (unsized && !sym->init.empty()) sym->size = sym->init.size();
@@ -446,12 +461,15 @@ void Parser::variable(Space space, bool is_extern) {
     if (k_) {
       if (space == Space::Local) {
         p->addr = (k_->local_bytes + p->align - 1) / p->align * p->align;
-        if (p->addr + p->size > (1u << 24)) fail("too much local memory");
+        if (p->addr + p->size > kMaxLocalBytes) fail("too much local memory");
         k_->local_bytes = (uint32_t)(p->addr + p->size);
       }
       scopes_.back().syms[p->name] = p;
       k_->syms.push_back(std::move(sym));
     } else {
+      if (space != Space::Shared) module_bytes_ += p->size + p->align;
+      if (module_bytes_ > kMaxBytes)
+        fail("module-scope variables take more than " + std::to_string(kMaxBytes) + " bytes");
       globals_[p->name] = p;
       m_->syms.push_back(std::move(sym));
     }
@@ -462,7 +480,9 @@ void Parser::variable(Space space, bool is_extern) {
 void Parser::dims(int* out) {
   for (int i = 0; i < 3; ++i) out[i] = 1;
   for (int i = 0; i < 3; ++i) {
-    out[i] = (int)integer();
+    int64_t v = integer();
+    if (v < 1 || v > 0x7FFFFFFF) fail("dimension " + std::to_string(v) + " is not 1..2^31-1");
+    out[i] = (int)v;
     if (!eat(',')) break;
   }
 }
@@ -519,6 +539,7 @@ void Parser::param_list(RawKernel* k) {
 
 void Parser::push_scope() {
   if (scopes_.size() > kMaxDepth) fail("scopes nested too deep");
+  if (k_->scope_parent.size() >= kMaxScopes) fail("too many scopes in " + k_->name);
   Scope sc;
   sc.id = (int)k_->scope_parent.size();
   k_->scope_parent.push_back(scopes_.empty() ? -1 : scopes_.back().id);
@@ -596,6 +617,7 @@ void Parser::call(RawInsn* in) {
     skip();
     while (peek() != ')') {
       v.sub.push_back(operand(1));
+      if (v.sub.size() > 256) fail("more than 256 arguments");
       if (!eat(',')) break;
       skip();
     }
@@ -653,6 +675,7 @@ void Parser::instruction() {
   }
   skip();
   if (!eat(';')) fail("expected ';' after " + in.op + ", got " + shown());
+  if (++insns_ > kMaxInsns) fail("more than " + std::to_string(kMaxInsns) + " instructions");
   k_->insns.push_back(std::move(in));
 }
 
@@ -748,8 +771,9 @@ std::unique_ptr<RawModule> Parser::run() {
     skip();
     if (s_ >= e_) break;
     if (*s_ == '\0') {  // CUDA hands out NUL-terminated images
-      ++s_;
-      continue;
+      while (s_ < e_ && *s_ == '\0') ++s_;
+      if (s_ < e_) fail("NUL byte in the text");
+      break;
     }
     statement();
   }

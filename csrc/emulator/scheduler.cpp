@@ -12,7 +12,9 @@ void finish_cluster_barrier(Cluster& cl);
 
 namespace {
 
-constexpr int kStuckLimit = 40;  // rounds of timed-out waits without any event: deadlock
+constexpr uint32_t kMaxThreads = 256;
+constexpr size_t kMaxQueued = 4096;  // operations in one queue
+constexpr int kStuckLimit = 40;      // rounds of timed-out waits without any event: deadlock
 constexpr uint64_t kIdlePasses =
     256;  // passes without an event before another cluster gets the thread
 
@@ -44,21 +46,42 @@ std::string where(const Exec& x) {
          std::to_string(x.cta->rank) + " warp " + std::to_string(x.w->id) + ")";
 }
 
+namespace {
+// What a kernel issues without ever waiting must not fill the host's memory: the oldest operation of
+// a full queue happens, as hardware's queues are short as well.
+template <class Queue>
+void make_room(Cluster& cl, Queue& q) {
+  if (q.size() < kMaxQueued) return;
+  AsyncOp op = std::move(q.front());
+  q.erase(q.begin());
+  count_reads(cl, op, -1);
+  try {
+    op.run();
+  } catch (const Fault& f) {
+    throw Fault(f.check, "asynchronous " + op.origin + ": " + f.what());
+  }
+}
+}  // namespace
+
 void submit(Exec& x, AsyncOp&& op) {
   ++x.cl->events;
   if (x.m->opt.order == Order::Eager) return op.run();
   count_reads(*x.cl, op, 1);
   switch (op.kind) {
     case AsyncOp::Tc:
+      make_room(*x.cl, x.cta->tc[x.w->id]);
       x.cta->tc[x.w->id].push_back(std::move(op));
       break;
     case AsyncOp::Dma:
+      make_room(*x.cl, x.cl->dma);
       x.cl->dma.push_back(std::move(op));
       break;
     case AsyncOp::CpAsync:
+      make_room(*x.cl, x.cl->cpasync[x.cta->rank * x.cta->warps.size() + x.w->id]);
       x.cl->cpasync[x.cta->rank * x.cta->warps.size() + x.w->id].push_back(std::move(op));
       break;
     case AsyncOp::TmemSt:
+      make_room(*x.cl, x.w->tmem_st);
       x.w->tmem_st.push_back(std::move(op));
       break;
   }
@@ -83,8 +106,10 @@ class Runner {
   void leave(Warp& w, uint32_t lanes);
   bool run_async();
   bool time_out_waits();
+  [[noreturn]] void time_is_up();
   void check_end();
   std::string deadlock();
+  std::string blocked();
   std::string fault_text(const Fault& f, const Exec& x);
   std::string who(const Warp& w) const;
 
@@ -138,8 +163,9 @@ void Runner::start_warp(Cta& c, int id) {
   uint32_t threads = o.block[0] * o.block[1] * o.block[2],
            n = std::min(32u, threads - 32u * (uint32_t)id);
   w->live = n == 32 ? kFull : (1u << n) - 1;
-  // calloc gives untouched pages: a warp pays only for the registers of its own role
-  size_t bytes = ((size_t)p_.reg_bytes + 63) & ~(size_t)31;
+  // calloc gives untouched pages: a warp pays only for the registers of its own role. Behind the last
+  // register is room for 32 lanes of the widest type, whatever width an operand is read with.
+  size_t bytes = (((size_t)p_.reg_bytes + 31) & ~(size_t)31) + 32 * sizeof(U128);
   w->regs.reset(static_cast<uint8_t*>(std::calloc(bytes, 1)));
   if (!w->regs) throw std::bad_alloc();
   if (p_.local_bytes) w->local.resize((size_t)p_.local_bytes * 32);
@@ -390,15 +416,24 @@ bool Runner::time_out_waits() {
   return any;
 }
 
+void Runner::time_is_up() {
+  char limit[32];
+  std::snprintf(limit, sizeof limit, "%g", m_.opt.timeout_s);
+  throw std::runtime_error(p_.name + ": [timeout] time limit of " + limit + " s reached" +
+                           blocked());
+}
+
 Runner::Result Runner::run() {
   cl_.idle_passes = 0;
   std::vector<Warp*> order = order_;
   for (uint64_t pass = 0;; ++pass) {
     if (m_.stop) return Done;
     if (!live_warps_) break;
-    if ((pass & 63) == 0 && std::chrono::steady_clock::now() > m_.deadline)
-      throw std::runtime_error(p_.name + ": time limit of " +
-                               std::to_string((int)m_.opt.timeout_s) + " s reached\n" + deadlock());
+    if (std::chrono::steady_clock::now() > m_.deadline) time_is_up();
+    if (m_.opt.interrupted && std::this_thread::get_id() == m_.caller && m_.opt.interrupted()) {
+      m_.stop = true;
+      return Done;
+    }
     for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[cl_.random() % i]);
     uint64_t before = cl_.events;
     bool did = false;
@@ -460,9 +495,13 @@ std::string Runner::who(const Warp& w) const {
 }
 
 std::string Runner::deadlock() {
-  std::string s = p_.name +
-                  ": [deadlock] no warp can go on and no asynchronous work is left (seed " +
-                  std::to_string(m_.opt.seed) + ")";
+  return p_.name + ": [deadlock] no warp can go on and no asynchronous work is left (seed " +
+         std::to_string(m_.opt.seed) + ")" + blocked();
+}
+
+// Where every warp stands, a line for each.
+std::string Runner::blocked() {
+  std::string s;
   int shown = 0;
   for (auto& c : cl_.ctas)
     for (auto& w : c->warps)
@@ -548,7 +587,16 @@ std::string Runner::fault_text(const Fault& f, const Exec& x) {
 void collect(RunResult* r, Cluster& c) {
   if (r->form_count.empty()) r->form_count.resize(c.form_count.size());
   for (size_t i = 0; i < c.form_count.size(); ++i) r->form_count[i] += c.form_count[i];
-  for (auto& o : c.output) r->output.push_back(std::move(o));
+  // The buffer is the launch's: what does not fit behind other clusters' lines is dropped as well.
+  for (auto& o : c.output) {
+    if (r->output_bytes + o.size() + 64 > c.m->opt.printf_bytes) {
+      ++r->output_dropped;
+      continue;
+    }
+    r->output_bytes += o.size() + 64;
+    r->output.push_back(std::move(o));
+  }
+  r->output_dropped += c.output_dropped;
   r->insns += c.stat_insn, r->mma += c.stat_mma, r->mma_flop += c.stat_mma_flop,
       r->tma_load += c.stat_tma_load, r->tma_store += c.stat_tma_store;
   r->global_ld += c.stat_global_ld, r->global_st += c.stat_global_st, r->waits += c.stat_waits;
@@ -564,7 +612,7 @@ void work(Machine& m, RunResult* r, std::mutex& lock) {
   uint64_t fruitless = 0;
   for (;;) {
     std::unique_ptr<Runner> cur;
-    if (!m.stop && waiting.size() < 148) {  // resident clusters, as many as a B200 has SMs
+    if (!m.stop && waiting.size() < m.resident) {
       uint32_t id = m.next_cluster.fetch_add(1);
       if (id < m.num_clusters) cur = std::make_unique<Runner>(m, id);
     }
@@ -589,6 +637,17 @@ void work(Machine& m, RunResult* r, std::mutex& lock) {
 
 }  // namespace
 
+uint64_t cluster_bytes(const Program& p, const Options& o) {
+  const uint64_t ctas = (uint64_t)o.cluster[0] * o.cluster[1] * o.cluster[2],
+                 warps = ((uint64_t)o.block[0] * o.block[1] * o.block[2] + 31) / 32,
+                 smem = kSmemBase + p.static_smem + (uint64_t)o.dynamic_smem;
+  // per 16 shared bytes: 2 of written bits, 4 + 2 of the proxy check, 2 of queued readers
+  const uint64_t shadow = smem * 10 / 16, tmem = p.uses_tmem ? kTmemCols * (kTmemLanes + 4) * 4 : 0;
+  // Of its registers a warp touches those of its own role only.
+  const uint64_t warp = 32ull * p.local_bytes + p.reg_bytes / 4 + sizeof(Warp);
+  return ctas * (smem + shadow + tmem + sizeof(Cta) + warps * warp);
+}
+
 RunResult run_machine(Machine& m) {
   RunResult r;
   const Options& o = m.opt;
@@ -596,19 +655,31 @@ RunResult run_machine(Machine& m) {
       (o.grid[0] / o.cluster[0]) * (o.grid[1] / o.cluster[1]) * (o.grid[2] / o.cluster[2]);
   m.deadline =
       std::chrono::steady_clock::now() + std::chrono::milliseconds((int64_t)(o.timeout_s * 1000));
+  m.caller = std::this_thread::get_id();
+  int n = std::max(1, std::min<int>(o.threads, (int)std::min(m.num_clusters, kMaxThreads)));
+  // As many as a B200 has SMs, if the memory limit holds them.
+  const uint64_t fit = o.memory / std::max<uint64_t>(1, cluster_bytes(*m.prog, o)) / (uint64_t)n;
+  m.resident = (uint32_t)std::clamp<uint64_t>(fit, 1, 148);
   std::mutex lock;
   auto guarded = [&] {
     try {
       work(m, &r, lock);
+    } catch (const std::bad_alloc&) {
+      std::lock_guard<std::mutex> g(m.error_lock);
+      if (m.error.empty()) m.error = m.prog->name + ": [memory] the host has no more memory";
+      m.stop = true;
     } catch (const std::exception& e) {
       std::lock_guard<std::mutex> g(m.error_lock);
       if (m.error.empty()) m.error = e.what();
       m.stop = true;
     }
   };
-  int n = std::max(1, std::min<int>(o.threads, (int)m.num_clusters));
   std::vector<std::thread> pool;
-  for (int i = 1; i < n; ++i) pool.emplace_back(guarded);
+  try {
+    for (int i = 1; i < n; ++i) pool.emplace_back(guarded);
+  } catch (
+      const std::system_error&) {  // the system gives no more threads: those there are do the work
+  }
   guarded();
   for (auto& t : pool) t.join();
   r.error = m.error;

@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -49,18 +50,20 @@ struct alignas(32) ConstLanes {
   uint8_t u8[32];
 };
 
+extern const ConstLanes kZeroLanes;  // what an operand without a value reads as
+
 struct Operand {
   enum Kind : uint8_t { None, Reg, Const, Vec, Mem, Pair, Sink, Label, Func } kind = None;
   uint8_t width = 0;             // Reg: bytes per lane, 0 = predicate
   bool neg = false;              // '!'
   Space space = Space::Generic;  // Mem with a symbol base: where that symbol lives
   bool has_space = false;
-  uint16_t count = 0;             // Vec, Mem, Pair: sub operands
-  uint32_t off = 0;               // Reg: byte offset in the register file
-  const Operand* sub = nullptr;   // Vec elements; Mem: base then the rest
-  const ConstLanes* c = nullptr;  // Const
-  int64_t imm = 0;                // Const: value; Mem: displacement
-  const char* name = "";          // register or symbol name, for messages
+  uint16_t count = 0;                 // Vec, Mem, Pair: sub operands
+  uint32_t off = 0;                   // Reg: byte offset in the register file
+  const Operand* sub = nullptr;       // Vec elements; Mem: base then the rest
+  const ConstLanes* c = &kZeroLanes;  // Const
+  int64_t imm = 0;                    // Const: value; Mem: displacement
+  const char* name = "";              // register or symbol name, for messages
 };
 
 struct Instr {
@@ -193,6 +196,7 @@ struct Cluster {
   uint32_t barrier_arrived = 0;  // lanes
   std::vector<uint64_t> form_count;
   std::vector<std::string> output;  // printf
+  uint64_t output_bytes = 0, output_dropped = 0;
   uint64_t stat_mma = 0, stat_mma_flop = 0, stat_tma_load = 0, stat_tma_store = 0,
            stat_global_ld = 0, stat_global_st = 0, stat_waits = 0, stat_insn = 0;
   int stuck_rounds = 0;
@@ -236,6 +240,10 @@ struct Options {
   uint64_t seed = 0;
   int threads = 1;
   double timeout_s = 600;
+  uint64_t memory = 8ull << 30;       // bytes of all resident clusters
+  uint64_t stack = 512u << 10;        // bytes of local memory per thread
+  uint64_t printf_bytes = 1u << 20;   // per cluster
+  std::function<bool()> interrupted;  // asked now and then by the calling thread: stop?
   Checks checks;
 };
 
@@ -247,10 +255,11 @@ struct Machine {
   std::mutex atomics;
   std::atomic<bool> stop{false};
   std::atomic<uint32_t> next_cluster{0};
-  uint32_t num_clusters = 1;
+  uint32_t num_clusters = 1, resident = 1;  // resident: per worker
   std::mutex error_lock;
   std::string error;
   std::chrono::steady_clock::time_point deadline;
+  std::thread::id caller;
 };
 
 struct Exec {

@@ -19,8 +19,8 @@ struct TensorMap {
   uint32_t interleave = 0, swizzle = 0, l2promo = 0, oob = 0;
   uint32_t elem_bytes() const;
   uint32_t box_elems(int d) const { return (box[d] + estride[d] - 1) / estride[d]; }
-  uint32_t box_bytes() const {
-    uint32_t n = elem_bytes();
+  uint64_t box_bytes() const {
+    uint64_t n = elem_bytes();
     for (uint32_t d = 0; d < rank; ++d) n *= box_elems((int)d);
     return n;
   }
