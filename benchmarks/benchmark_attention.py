@@ -379,7 +379,7 @@ def _cells(row: dict) -> list[str]:
     return [
         f"{row['seconds']['median'] * 1e6:.1f} us ({row['seconds']['min'] * 1e6:.1f}..{row['seconds']['max'] * 1e6:.1f})",
         f"{row['tflops']:.3g}",
-        f"{speedup:.2f}x" if speedup else "-",
+        f"{speedup:.3g}x" if speedup else "-",
         errors,
     ]
 

@@ -9,8 +9,8 @@ COMMANDS = {
     "info": "versions, devices, usable backends, what was built",
     "support": "the support matrix, found by trying",
     "demo": "MXFP8 attention in a real encoder, in training, and against other formats",
-    "validate": "check the device code of this installation",
-    "study": "compare kernels and numerics",
+    "validate": "what MXFP8 attention does to a model: figures, a report, a policy file",
+    "study": "compare block sizes, roundings, P schemes and outlier treatments",
 }
 
 
@@ -38,7 +38,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith(__package__):
             raise  # a fault of this package, not of the installation
-        hint = f"pip install 'flash_attn_mx[{command}]'"
+        hint = "pip install 'flash_attn_mx[demo]'"
         print(f"flash_attn_mx {command} needs the package {error.name}: {hint}", file=sys.stderr)
         return 2
     return module.main(rest) or 0

@@ -13,6 +13,7 @@ import math
 import pathlib
 import textwrap
 from collections.abc import Callable
+from typing import Optional
 
 import torch
 
@@ -43,21 +44,48 @@ def per_head(x: Tensor) -> Tensor:
     return to_e4m3(x / scale) * scale
 
 
-def mx(dim: int) -> Callable[[Tensor], Tensor]:
-    """E4M3, one power-of-two scale per 32 values along `dim`: the smallest that clips nothing."""
+SCALES = {  # from amax / 448 to the scale; all but "fp32" give powers of two
+    "rceil": lambda ratio: torch.exp2(torch.ceil(torch.log2(ratio))),
+    "floor": lambda ratio: torch.exp2(torch.floor(torch.log2(ratio * 1.75))),  # 448 = 1.75 * 2^8
+    "nearest": lambda ratio: torch.exp2(torch.round(torch.log2(ratio))),
+    "fp32": lambda ratio: ratio,
+}
+
+
+def _scaled(y: Tensor, dims: tuple[int, ...], rounding: str) -> Tensor:
+    """E4M3 of y with one scale for all values along `dims`."""
+    ratio = y.abs().amax(dims, keepdim=True).double() / E4M3_MAX
+    scale = SCALES[rounding](ratio.clamp_min(2.0**-127)).float()
+    return to_e4m3(y / scale) * scale
+
+
+def mx(dim: int, size: int = 32, rounding: str = "rceil") -> Callable[[Tensor], Tensor]:
+    """E4M3, one scale per `size` values along `dim`; "rceil" takes the smallest power of two that clips nothing."""
 
     def quantise(x: Tensor) -> Tensor:
-        size = x.shape[dim]
+        length = x.shape[dim]
         y = x.movedim(dim, -1)
-        y = torch.nn.functional.pad(y, (0, -size % 32)).unflatten(-1, (-1, 32))
-        fraction, exponent = torch.frexp(
-            y.abs().amax(-1, keepdim=True)
-        )  # amax = fraction * 2^exponent
-        exponent = (exponent - 9 + (fraction > 0.875).int()).clamp(-127, 127)  # 448 = 0.875 * 2^9
-        y = torch.ldexp(to_e4m3(torch.ldexp(y, -exponent)), exponent)
-        return y.flatten(-2)[..., :size].movedim(-1, dim)
+        y = torch.nn.functional.pad(y, (0, -length % size)).unflatten(-1, (-1, size))
+        return _scaled(y, (-1,), rounding).flatten(-2)[..., :length].movedim(-1, dim)
 
     return quantise
+
+
+def square(size: int = 32, rounding: str = "rceil") -> Callable[[Tensor], Tensor]:
+    """E4M3, one scale per `size` x `size` values of (H, rows, columns)."""
+
+    def quantise(x: Tensor) -> Tensor:
+        rows, columns = x.shape[-2:]
+        y = torch.nn.functional.pad(x, (0, -columns % size, 0, -rows % size))
+        y = y.unflatten(-2, (-1, size)).unflatten(-1, (-1, size))
+        return _scaled(y, (-1, -3), rounding).flatten(-2).flatten(-3, -2)[..., :rows, :columns]
+
+    return quantise
+
+
+def per_token(x: Tensor) -> Tensor:
+    """E4M3, one power-of-two scale for each row."""
+    return _scaled(x, (-1,), "rceil")
 
 
 def constant(offset: int) -> Callable[[Tensor], Tensor]:
@@ -85,6 +113,14 @@ class Scheme:
     p_dv: Callable  # P in dV = Pᵀ dO
     ds_dk: Callable  # dS in dK
     ds_dq: Callable  # dS in dQ
+    # What our contract does otherwise (docs/numerics.md):
+    tile_exponent: bool = (
+        False  # a tile's reference is a whole power of two from the first tile's, up or down
+    )
+    dominant: bool = False  # O is divided by a sum in which each tile's largest P counts as rounded
+    delta_do: Optional[Callable] = (
+        None  # delta from fp32 O and this dO; None: from O and dO in bf16
+    )
 
 
 # FlashAttention-2 and -3 in bf16: all operands, P and dS are bf16; sums are fp32.
@@ -131,14 +167,44 @@ FIXED_MX = Scheme(
 )
 
 
-def _reference(x: Tensor, threshold: float, last_to_first: bool) -> Tensor:
-    """The reference of each row at each key tile: (H, Sq, tiles), in the order of the keys."""
-    tiles = (
-        torch.nn.functional.pad(x, (0, -x.shape[-1] % TILE), value=-math.inf)
-        .unflatten(-1, (-1, TILE))
-        .amax(-1)
+# Our own rounding places, for one-at-a-time changes (flash_attn_mx/study.py). Tiles that a mask cuts are not told apart: V has
+# 32-token scales throughout, so with a mask the public function is the better witness.
+CONTRACT = Scheme(
+    qk=mx(-1),
+    v=mx(-2),
+    p=constant(8),
+    threshold=0.0,
+    q_dk=mx(-2),
+    k_dq=mx(-2),
+    v_dp=per_token,
+    do_dp=mx(-1),
+    do_dv=mx(-2),
+    p_dv=mx(-2),
+    ds_dk=square(),
+    ds_dq=square(),
+    tile_exponent=True,
+    dominant=True,
+    delta_do=mx(-1),
+)
+
+
+def _tiles(x: Tensor, value: float) -> Tensor:
+    """(H, Sq, Sk) -> (H, Sq, tiles, 128), padded with `value`."""
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % TILE), value=value).unflatten(
+        -1, (-1, TILE)
     )
+
+
+def _reference(scheme: Scheme, x: Tensor, last_to_first: bool) -> Tensor:
+    """The reference of each row at each key tile: (H, Sq, tiles), in the order of the keys."""
+    tiles = _tiles(x, -math.inf).amax(-1)
     tiles = tiles.flip(-1) if last_to_first else tiles
+    if scheme.tile_exponent:
+        seen = ~tiles.isneginf()
+        first = tiles.gather(-1, seen.int().argmax(-1, keepdim=True))
+        stacked = torch.where(seen, first + (tiles - first).ceil(), first)
+        return stacked.flip(-1) if last_to_first else stacked
+    threshold = scheme.threshold
     reference = torch.full_like(tiles[..., 0], -math.inf)
     steps = []
     for maximum in tiles.unbind(-1):
@@ -168,20 +234,28 @@ def simulate(scheme: Scheme, q, k, v, dout, causal: bool = False, last_to_first:
 
     # Forward. A tile's P is rounded against the reference of its time; later moves of the reference
     # rescale exactly.
-    reference = _reference(x, scheme.threshold, last_to_first)
+    reference = _reference(scheme, x, last_to_first)
     final = reference[..., :1] if last_to_first else reference[..., -1:]
     tile_of_key = torch.arange(x.shape[-1]) // TILE
     at_key = reference.nan_to_num(neginf=0.0)[..., tile_of_key]
     p = torch.exp2(x - at_key)
     rescale = torch.exp2(reference - final)[..., tile_of_key]
     row_sum = (p * rescale).sum(-1, keepdim=True)
-    out = (scheme.p(p) * rescale) @ scheme.v(v) / row_sum
+    divisor = row_sum
+    if scheme.dominant:
+        largest = _tiles(p, 0.0).amax(-1)
+        gained = (scheme.p(largest) - largest) * torch.exp2(reference - final)
+        divisor = row_sum + gained.sum(-1, keepdim=True)
+    out = (scheme.p(p) * rescale) @ scheme.v(v) / divisor
     lse = torch.log2(row_sum) + final
 
     # Backward, from the same logits and the row statistics. delta comes from O and dO in bf16, as in
     # FlashAttention's preprocessing, cuDNN's test reference and the open MXFP8 kernels.
     p = torch.exp2(x - lse)
-    delta = (to_bf16(out) * to_bf16(dout)).sum(-1, keepdim=True)
+    if scheme.delta_do is None:
+        delta = (to_bf16(out) * to_bf16(dout)).sum(-1, keepdim=True)
+    else:
+        delta = (out * scheme.delta_do(dout)).sum(-1, keepdim=True)
     ds = p * (scheme.do_dp(dout) @ scheme.v_dp(v).mT - delta)
     dv = scheme.p_dv(p).mT @ scheme.do_dv(dout)
     dk = scheme.ds_dk(ds).mT @ scheme.q_dk(q) * scale
