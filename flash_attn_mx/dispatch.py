@@ -304,6 +304,17 @@ def plan(
     raise NotImplementedError(f"backend 'sm100': {missing.text}")
 
 
+def plan_high_precision(code: str, text: str, backend: Optional[str] = None) -> Plan:
+    """The plan of a call that MXFP8 cannot serve for a reason which only its caller knows (an integration).
+
+    Raises: NotImplementedError where a backend was asked for by name.
+    """
+    requested = backend or _settings.backend
+    if requested != "auto":
+        raise NotImplementedError(f"backend {requested!r}: {text}")
+    return Plan("high_precision", "softmax(q kᵀ) v in fp32", (Reason(code, text),))
+
+
 def announce(chosen: Plan) -> None:
     """Warns once per reason, or raises, as set_fallback says. Silent while torch.compile traces."""
     if not chosen.reasons or _settings.fallback == "silent":
