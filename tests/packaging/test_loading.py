@@ -175,7 +175,7 @@ def test_commands_are_found_refused_or_explained(capsys, monkeypatch):
     monkeypatch.setattr(__main__.importlib, "import_module", missing)
     extra = "matplotlib.pyplot"
     assert __main__.main(["info"]) == 2
-    assert "pip install 'flash_attn_mx[info]'" in capsys.readouterr().err
+    assert "pip install 'flash_attn_mx[demo]'" in capsys.readouterr().err
     extra = "flash_attn_mx.gone"  # a fault of the package: not explained away
     with pytest.raises(ModuleNotFoundError):
         __main__.main(["info"])
