@@ -13,6 +13,7 @@ from .dispatch import (
     set_policy,
 )
 from .info import is_available, is_installed
+from .integrations import sdpa
 from .interface import explain, flash_attn_func, flash_attn_mx_func, flash_attn_varlen_func
 from .policy import LayerRule, Policy
 from .quantize import MXTensor, dequantize, quantize_mxfp8
@@ -36,6 +37,7 @@ __all__ = [
     "keep_high_precision",
     "load_policy",
     "quantize_mxfp8",
+    "sdpa",
     "set_backend",
     "set_fallback",
     "set_policy",

@@ -7,6 +7,7 @@ the fastest way is reported once as a FallbackWarning, or raised, and is in expl
 
 import dataclasses
 import os
+import sys
 import warnings
 from typing import Iterable, NamedTuple, Optional, Sequence, Union
 
@@ -155,15 +156,9 @@ def _outlier(x: Tensor) -> float:
     return float(x.abs().amax() / x.square().mean().sqrt().clamp_(min=1e-30))
 
 
-def _high_precision_reasons(
-    tensors: dict[str, Tensor],
-    max_seqlen_k: int,
-    attn_mask: bool,
-    dropout_p: float,
-    rules: tuple[LayerRule, ...],
-) -> list[Reason]:
-    """Why the whole call leaves MXFP8."""
-    policy, reasons = _settings.policy, []
+def option_reasons(attn_mask: bool, dropout_p: float) -> list[Reason]:
+    """The options of a call that no MXFP8 path takes."""
+    reasons = []
     if attn_mask:
         reasons.append(
             Reason("attn_mask", "attn_mask was given, which the MXFP8 paths do not take")
@@ -172,6 +167,18 @@ def _high_precision_reasons(
         reasons.append(
             Reason("dropout", f"dropout_p = {dropout_p}, which the MXFP8 paths do not apply")
         )
+    return reasons
+
+
+def _high_precision_reasons(
+    tensors: dict[str, Tensor],
+    max_seqlen_k: int,
+    attn_mask: bool,
+    dropout_p: float,
+    rules: tuple[LayerRule, ...],
+) -> list[Reason]:
+    """Why the whole call leaves MXFP8."""
+    policy, reasons = _settings.policy, option_reasons(attn_mask, dropout_p)
     if max_seqlen_k < policy.min_seqlen_k:
         bound = f"the policy's min_seqlen_k = {policy.min_seqlen_k}"
         reasons.append(Reason("short", f"{max_seqlen_k} keys are fewer than {bound}"))
@@ -315,6 +322,14 @@ def plan_high_precision(code: str, text: str, backend: Optional[str] = None) -> 
     return Plan("high_precision", "softmax(q kᵀ) v in fp32", (Reason(code, text),))
 
 
+def _frames_of_package() -> int:
+    """The stacklevel with which its caller's warning names the first line outside this package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(f"{__package__}."):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def announce(chosen: Plan) -> None:
     """Warns once per reason, or raises, as set_fallback says. Silent while torch.compile traces."""
     if not chosen.reasons or _settings.fallback == "silent":
@@ -333,5 +348,5 @@ def announce(chosen: Plan) -> None:
                 f"flash_attn_mx uses the {chosen.backend} path: {reason.text}. "
                 "flash_attn_mx.explain() tells what would run, set_fallback() silences or forbids this.",
                 FallbackWarning,
-                stacklevel=4,
+                stacklevel=_frames_of_package(),
             )

@@ -65,12 +65,12 @@ def flash_attn_func(
     """
     q, k, v = _autocast(q, k, v)
     check_qkv(q, k, v, packed=False)
-    window = _window(causal, window_size, q.shape[1], k.shape[1])
+    window = fold_causal(causal, window_size, q.shape[1], k.shape[1])
     scale = check_softmax_scale(softmax_scale, q.shape[-1])
     _check_options(deterministic, return_lse, rounding, dout_dtype, dropout_p, attn_mask)
     chosen = dispatch.plan(
         {"q": q, "k": k, "v": v}, k.shape[1], attn_mask is not None, dropout_p, backend,
-        layer=layer, dout_dtype=_wanted(dout_dtype, q, k, v),
+        layer=layer, dout_dtype=wanted(dout_dtype, q, k, v),
     )  # fmt: skip
     dispatch.announce(chosen)
 
@@ -134,12 +134,12 @@ def flash_attn_varlen_func(
         check_cu_values(
             "cu_seqlens_k", cu_seqlens_k.tolist(), k.shape[0], "max_seqlen_k", max_seqlen_k
         )
-    window = _window(causal, window_size, max_seqlen_q, max_seqlen_k)
+    window = fold_causal(causal, window_size, max_seqlen_q, max_seqlen_k)
     scale = check_softmax_scale(softmax_scale, q.shape[-1])
     _check_options(deterministic, return_lse, rounding, dout_dtype)
     chosen = dispatch.plan(
         {"q": q, "k": k, "v": v}, max_seqlen_k,
-        backend=backend, layer=layer, dout_dtype=_wanted(dout_dtype, q, k, v),
+        backend=backend, layer=layer, dout_dtype=wanted(dout_dtype, q, k, v),
     )  # fmt: skip
     dispatch.announce(chosen)
 
@@ -189,7 +189,7 @@ def flash_attn_mx_func(
         if x.data.device != q.data.device:
             fail(ValueError, name, f"the device of q, {q.data.device}", x.data.device)
     check_head_shapes(q.shape, k.shape, v.shape, packed=False)
-    window = _window(causal, window_size, q.shape[1], k.shape[1])
+    window = fold_causal(causal, window_size, q.shape[1], k.shape[1])
     masked = window != (-1, -1)
     if masked and v.axis == "colwise":
         expected = "axis 'rowwise' or 'tokenwise' with causal or window_size, since colwise scales mix tokens"
@@ -239,7 +239,7 @@ def explain(
     tensors = {"q": q, "k": k, "v": v}
     return dispatch.plan(
         tensors, keys, attn_mask is not None, dropout_p, backend,
-        layer=layer, dout_dtype=_wanted(dout_dtype, q, k, v),
+        layer=layer, dout_dtype=wanted(dout_dtype, q, k, v),
     )  # fmt: skip
 
 
@@ -284,7 +284,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-def _window(
+def fold_causal(
     causal: bool, window_size: tuple[int, int], seqlen_q: int, seqlen_k: int
 ) -> tuple[int, int]:
     """(left, right) with causal folded in, and -1 for a side that no row of that many queries and keys is cut by."""
@@ -326,8 +326,8 @@ def _attention(
     """(out, lse) through the MXFP8 operators, with a graph where one is wanted."""
     if not (type(q) is type(k) is type(v) is Tensor):
         ops.prepare_dtensors(q, k, v)
-    if _wanted(dout_dtype, q, k, v) is None:
-        operands = _quantise_forward(q, k, v, cu_k, window, rounding)
+    if wanted(dout_dtype, q, k, v) is None:
+        operands = quantise_forward(q, k, v, cu_k, window, rounding)
         return _OPS.fwd(*operands, cu_q, cu_k, max_q, max_k, scale, *window, q.dtype, executor)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     # Dynamo refuses one tensor in two places of an autograd.Function.
@@ -339,7 +339,7 @@ def _attention(
     return result[0], result[1]
 
 
-def _wanted(dout_dtype: torch.dtype, *tensors: Tensor) -> Optional[torch.dtype]:
+def wanted(dout_dtype: torch.dtype, *tensors: Tensor) -> Optional[torch.dtype]:
     """dout_dtype where a gradient of the tensors is wanted, else None."""
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return dout_dtype if recorded else None
@@ -349,7 +349,7 @@ def _distinct(x: Tensor, *others: Tensor) -> Tensor:
     return x.view_as(x) if any(x is other for other in others) else x
 
 
-def _quantise_forward(q, k, v, cu_k, window, rounding):
+def quantise_forward(q, k, v, cu_k, window, rounding):
     """The operands of `fwd`: q, k rowwise, v colwise, and v tokenwise where a mask cuts tiles."""
     token = (
         _OPS.quantize(v, "tokenwise", rounding, _E4M3, None) if window != (-1, -1) else (None, None)
@@ -360,6 +360,29 @@ def _quantise_forward(q, k, v, cu_k, window, rounding):
         *_OPS.quantize(v, "colwise", rounding, _E4M3, cu_k),
         *token,
     )
+
+
+def quantise_backward(q, k, v, operands, cu_q, cu_k, rounding):
+    """The operands of `bwd` that come from q, k and v; operands: quantise_forward's."""
+    token = operands[6:]
+    if token[0] is None:
+        token = _OPS.quantize(v, "tokenwise", rounding, _E4M3, None)
+    q_col = _OPS.quantize(q, "colwise", rounding, _E4M3, cu_q)
+    k_col = _OPS.quantize(k, "colwise", rounding, _E4M3, cu_k)
+    return (*operands[:2], *q_col, *operands[2:4], *k_col, *token)
+
+
+def gradients(
+    dout, out, lse, operands, cu_q, cu_k, max_q, max_k, scale, left, right,
+    deterministic, rounding, dout_dtype, needs, executor,
+):  # fmt: skip
+    """(dq, dk, dv) through `bwd`; operands: quantise_backward's; needs: which of the three."""
+    return _OPS.bwd(
+        dout, out, lse,
+        *_OPS.quantize(dout, "rowwise", rounding, dout_dtype, None),
+        *_OPS.quantize(dout, "colwise", rounding, dout_dtype, cu_q),
+        *operands, cu_q, cu_k, max_q, max_k, scale, left, right, deterministic, needs, executor,
+    )  # fmt: skip
 
 
 class _Attention(torch.autograd.Function):
@@ -382,18 +405,11 @@ class _Attention(torch.autograd.Function):
         dout_dtype,
         executor,
     ):
-        operands = _quantise_forward(q, k, v, cu_k, (left, right), rounding)
+        operands = quantise_forward(q, k, v, cu_k, (left, right), rounding)
         out, lse = _OPS.fwd(
             *operands, cu_q, cu_k, max_q, max_k, scale, left, right, q.dtype, executor
         )
-        token = (
-            operands[6:]
-            if operands[6] is not None
-            else _OPS.quantize(v, "tokenwise", rounding, _E4M3, None)
-        )
-        q_col = _OPS.quantize(q, "colwise", rounding, _E4M3, cu_q)
-        k_col = _OPS.quantize(k, "colwise", rounding, _E4M3, cu_k)
-        return (out, lse, *operands[:2], *q_col, *operands[2:4], *k_col, *token)
+        return (out, lse, *quantise_backward(q, k, v, operands, cu_q, cu_k, rounding))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -415,11 +431,9 @@ class _Attention(torch.autograd.Function):
             return nothing
         out, lse, *operands, cu_q, cu_k = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[:3])
-        grads = _OPS.bwd(
-            dout, out, lse,
-            *_OPS.quantize(dout, "rowwise", rounding, dout_dtype, None),
-            *_OPS.quantize(dout, "colwise", rounding, dout_dtype, cu_q),
-            *operands, cu_q, cu_k, *shape_and_mask, deterministic, needs, executor,
+        grads = gradients(
+            dout, out, lse, operands, cu_q, cu_k, *shape_and_mask,
+            deterministic, rounding, dout_dtype, needs, executor,
         )  # fmt: skip
         return tuple(g if needed else None for g, needed in zip(grads, needs)) + nothing[3:]
 
