@@ -1,5 +1,6 @@
 """The MXFP8 kernels behind torch's attention functions: switching them on and off, and the rest of torch around them."""
 
+import gc
 import threading
 import warnings
 
@@ -38,6 +39,12 @@ def qkv(batch=2, heads=4, seqlen=33, head_dim=64, dtype=torch.float32, requires_
 
 
 def dispatch_tables():
+    """torch's kernels of all operators concerned, with no graph of an earlier test alive."""
+    if not famx.sdpa.is_active():
+        gc.collect()
+        famx.sdpa.activate()
+        famx.sdpa.deactivate()
+        assert _aten._backwards is None
     return [torch._C._dispatch_dump(f"aten::{name}") for name in OPERATORS]
 
 
@@ -58,6 +65,7 @@ def test_sdpa_deactivation_restores_exactly():
     del out
     famx.sdpa.deactivate()
     famx.sdpa.deactivate()
+    assert _aten._backwards is None
     assert registry.current_flash_attention_impl() is None
     assert dispatch_tables() == tables
     assert (torch._C._get_sdp_priority_order(), torch.backends.cuda.cudnn_sdp_enabled()) == flags
@@ -206,7 +214,9 @@ def test_sdpa_backward_of_offloaded_tensors_is_ours():
 
 def test_sdpa_freed_graphs_are_forgotten(monkeypatch):
     """The list of graphs does not grow with the number of calls."""
+    dispatch_tables()
     monkeypatch.setattr(_aten._Graphs, "PRUNE_FROM", 8)
+    monkeypatch.setattr(_aten._graphs, "_prune_at", 0)
     q, k, v = qkv(1, 1, 1, 32, requires_grad=False)
     with famx.sdpa.enabled():
         for _ in range(30):
