@@ -14,6 +14,7 @@ from .dispatch import (
 )
 from .info import is_available, is_installed
 from .integrations import sdpa
+from .integrations.aten_alias import register_aten_alias
 from .interface import explain, flash_attn_func, flash_attn_mx_func, flash_attn_varlen_func
 from .policy import LayerRule, Policy
 from .quantize import MXTensor, dequantize, quantize_mxfp8
@@ -37,6 +38,7 @@ __all__ = [
     "keep_high_precision",
     "load_policy",
     "quantize_mxfp8",
+    "register_aten_alias",
     "sdpa",
     "set_backend",
     "set_fallback",
