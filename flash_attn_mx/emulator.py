@@ -17,7 +17,8 @@ CHECKS = ("uninit", "proxy", "async", "leaks", "replicas")
 _ORDERS = {"eager": 0, "delayed": 1, "random": 2}
 _MMA = {"model": 0, "fp64": 1}
 _DTYPES = {"uint8": 0, "uint16": 1, "uint32": 2, "int32": 3, "uint64": 4, "int64": 5, "float16": 6, "float32": 7,
-           "float64": 8, "bfloat16": 9, "float32_ftz": 10, "tf32": 11, "tf32_ftz": 12}  # fmt: skip
+           "float64": 8, "bfloat16": 9, "float32_ftz": 10, "tf32": 11, "tf32_ftz": 12,
+           "u4x16": 13, "u4x16_p64": 14, "u6x16_p32": 15}  # fmt: skip
 _SWIZZLES = {
     "none": 0,
     "32B": 1,

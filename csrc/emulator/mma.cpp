@@ -4,6 +4,8 @@
 
 #include <immintrin.h>
 
+#include <array>
+
 #include "numerics.h"
 
 namespace flash_attn_mx::emu {
@@ -44,7 +46,7 @@ void decode_idesc(uint32_t v, MmaOp* op) {
   auto bad = [&](const std::string& w) {
     throw Fault("idesc", "instruction descriptor " + hex(v) + ": " + w);
   };
-  const bool mx = op->kind == Kind::MXF8;
+  const bool fp4 = op->kind == Kind::MXF4, mx = op->kind == Kind::MXF8 || fp4;
   op->a_type = v >> 7 & 7, op->b_type = v >> 10 & 7;
   op->a_neg = v >> 13 & 1, op->b_neg = v >> 14 & 1;
   op->a_mn = v >> 15 & 1, op->b_mn = v >> 16 & 1;
@@ -53,8 +55,12 @@ void decode_idesc(uint32_t v, MmaOp* op) {
   if (v >> 2 & 1) bad("sparse MMA is not supported");
   if (mx) {
     op->sfb_id = v >> 4 & 3, op->sfa_id = v >> 29 & 3;
-    if (!(v >> 23 & 1)) bad("scale type must be UE8M0 for mxf8f6f4");
-    if (v >> 31) bad("K-size bit is for fp4 only");
+    op->scale_e4m3 = !(v >> 23 & 1);
+    if (op->scale_e4m3 && !(op->nvf4 && op->scale_vec == 4))
+      bad("scale type must be UE8M0; UE4M3 is for mxf4nvf4 with 4X");
+    if (v >> 31) bad(fp4 ? "K = 96 does not exist on sm_100" : "K-size bit is for fp4 only");
+    for (uint32_t id : {op->sfa_id, op->sfb_id})
+      if (id % op->scale_vec) bad("scale id " + std::to_string(id) + " is not legal here");
     op->d_type = 1;
   } else {
     op->d_type = v >> 4 & 3;
@@ -68,13 +74,19 @@ void decode_idesc(uint32_t v, MmaOp* op) {
     bad("an f16 D needs f16 A and B");
   if (op->kind == Kind::TF32 && (op->a_type != 2 || op->b_type != 2))
     bad("A and B types must be tf32");
-  if (op->kind == Kind::F8 || mx) {
-    for (uint32_t t : {op->a_type, op->b_type})
-      if (t > 1)
-        bad(t == 3 || t == 4 || t == 5 ? "4- and 6-bit types are not supported by this emulator"
-                                       : "unknown type " + std::to_string(t));
+  if (fp4) {
+    if (op->a_type != 1 || op->b_type != 1) bad("A and B types must be e2m1 (code 1)");
+    if (op->a_mn || op->b_mn) bad("4-bit operands must be K-major");
+  } else if (op->kind == Kind::F8 || mx) {
+    for (bool a : {true, false}) {
+      const uint32_t t = a ? op->a_type : op->b_type;
+      if (t == 2 || t > 5) bad("unknown type " + std::to_string(t));
+      if (t > 2 && (a ? op->a_mn : op->b_mn)) bad("4- and 6-bit operands must be K-major");
+      if (t > 2 && a && op->a_tmem)
+        bad("4- and 6-bit A from tensor memory is not supported by this emulator");
+    }
   }
-  op->k = 32 / op->elem_bytes();
+  op->k = fp4 ? 64 : 32 / op->elem_bytes();
   const uint32_t m = op->m, n = op->n;
   bool m_ok = op->ctas == 1 ? (m == 128 || (m == 64 && !mx)) : (m == 128 || m == 256);
   if (!m_ok) bad("M = " + std::to_string(m) + " is not legal here");
@@ -113,14 +125,15 @@ Parts split(double v, int min_exp) {
   return {(float)std::ldexp(v, -e), e};
 }
 
-struct Lut8 {
-  Parts v[256];
-  explicit Lut8(const FloatFormat& f) {
-    for (int i = 0; i < 256; ++i) v[i] = split(decode((uint32_t)i, f), 1 - f.bias);
+template <size_t N>
+struct LutSmall {
+  Parts v[N];
+  explicit LutSmall(const FloatFormat& f) {
+    for (size_t i = 0; i < N; ++i) v[i] = split(decode((uint32_t)i, f), 1 - f.bias);
   }
 };
 const Parts* lut8(uint32_t type) {
-  static const Lut8 e4m3(kE4M3), e5m2(kE5M2);
+  static const LutSmall<256> e4m3(kE4M3), e5m2(kE5M2);
   return type == 0 ? e4m3.v : e5m2.v;
 }
 struct Lut16 {
@@ -134,14 +147,14 @@ const Parts* lut16(uint32_t type) {
   return type == 0 ? f16.v.data() : bf16.v.data();
 }
 
-// A decoded operand: element (row, k) at [k * ld + row] for A and [row * 32 + k] for B.
+// A decoded operand: element (row, k) at [k * ld + row] for A and [row * K + k] for B.
 struct Tile {
   std::vector<float> sig;
   std::vector<int32_t> exp;
   std::vector<uint8_t> special;  // per row: holds an infinity or NaN
   uint32_t row_stride, k_stride;
-  Tile(uint32_t rows, uint32_t rs, uint32_t ks)
-      : sig(rows * 32), exp(rows * 32), special(rows), row_stride(rs), k_stride(ks) {}
+  Tile(uint32_t rows, uint32_t k, uint32_t rs, uint32_t ks)
+      : sig(rows * k), exp(rows * k), special(rows), row_stride(rs), k_stride(ks) {}
   void set(uint32_t row, uint32_t k, Parts p, bool neg) {
     uint32_t i = row * row_stride + k * k_stride;
     if (!(std::fabs(p.sig) < 8)) special[row] = 1;
@@ -167,6 +180,27 @@ Parts element(const MmaOp& op, const uint8_t* p, uint32_t type) {
   }
 }
 
+// The k / 2 elements of 16 bytes along K. Packed elements lie in order from the lowest bit of the
+// first byte on.
+void chunk(const MmaOp& op, const uint8_t* p, uint32_t type, Parts* out) {
+  static const LutSmall<16> e2m1(kE2M1);
+  static const LutSmall<64> e2m3(kE2M3), e3m2(kE3M2);
+  const uint32_t n = op.k / 2, es = op.elem_bytes();
+  const bool bits4 = op.kind == Kind::MXF4 || (op.kind >= Kind::F8 && type == 5);
+  if (bits4) {
+    for (uint32_t i = 0; i < n; ++i) out[i] = e2m1.v[p[i / 2] >> (4 * (i % 2)) & 15];
+  } else if (op.kind >= Kind::F8 && type > 2) {
+    const Parts* lut = type == 3 ? e2m3.v : e3m2.v;
+    for (uint32_t i = 0; i < n; ++i) {
+      uint16_t two;
+      std::memcpy(&two, p + 6 * i / 8, 2);
+      out[i] = lut[two >> (6 * i % 8) & 63];
+    }
+  } else {
+    for (uint32_t i = 0; i < n; ++i) out[i] = element(op, p + i * es, type);
+  }
+}
+
 void decode_smem(const MmaOp& op, const Cta& c, const SmemDesc& s, bool mn, uint32_t type, bool neg,
                  uint32_t rows, uint32_t row0, Tile* t) {
   const uint32_t es = op.elem_bytes(), per = 16 / es;
@@ -179,11 +213,11 @@ void decode_smem(const MmaOp& op, const Cta& c, const SmemDesc& s, bool mn, uint
           t->set(row0 + b / es + i, k, element(op, p + i * es, type), neg);
       }
   } else {
+    Parts v[32];
     for (uint32_t r = 0; r < rows; ++r)
-      for (uint32_t cb = 0; cb < 32; cb += 16) {
-        const uint8_t* p = mem + s.k_major(r, cb);
-        for (uint32_t i = 0; i < per; ++i)
-          t->set(row0 + r, cb / es + i, element(op, p + i * es, type), neg);
+      for (uint32_t half = 0; half < 2; ++half) {
+        chunk(op, mem + s.k_major(r, 16 * half), type, v);
+        for (uint32_t i = 0; i < op.k / 2; ++i) t->set(row0 + r, half * op.k / 2 + i, v[i], neg);
       }
   }
 }
@@ -195,15 +229,16 @@ uint32_t d_lane(const MmaOp& op, uint32_t m) {
 }
 
 void decode_tmem_a(const MmaOp& op, Cta& c, uint32_t rows, Tile* t) {
-  const uint32_t es = op.elem_bytes(), col = op.a_addr & 511;
-  for (uint32_t w = 0; w < 8; ++w) {
-    const uint32_t* p = c.tmem.col(col + w);
-    for (uint32_t m = 0; m < rows; ++m) {
-      uint32_t lane =
-          op.ctas == 1 && op.m == 64 ? (m / 16) * 32 + m % 16 + (op.a_addr >> 16 & 16) : m;
-      const uint8_t* b = reinterpret_cast<const uint8_t*>(p + lane);
-      for (uint32_t i = 0; i < 4 / es; ++i)
-        t->set(m, w * 4 / es + i, element(op, b + i * es, op.a_type), op.a_neg);
+  const uint32_t col = op.a_addr & 511;
+  for (uint32_t m = 0; m < rows; ++m) {
+    const uint32_t lane =
+        op.ctas == 1 && op.m == 64 ? (m / 16) * 32 + m % 16 + (op.a_addr >> 16 & 16) : m;
+    for (uint32_t half = 0; half < 2; ++half) {
+      uint32_t words[4];
+      Parts v[32];
+      for (uint32_t w = 0; w < 4; ++w) words[w] = c.tmem.col(col + 4 * half + w)[lane];
+      chunk(op, reinterpret_cast<const uint8_t*>(words), op.a_type, v);
+      for (uint32_t i = 0; i < op.k / 2; ++i) t->set(m, half * op.k / 2 + i, v[i], op.a_neg);
     }
   }
 }
@@ -414,6 +449,81 @@ void apply_scales(const MmaOp& op, Cta& c, Tile* a, Tile* b, uint32_t rows, bool
   }
 }
 
+// UE4M3: the sign bit means nothing; 0x7F is NaN.
+Parts split_scale(uint8_t s) { return split(decode(s & 0x7Fu, kE4M3), -6); }
+
+// Scales of kind mxf4 and mxf4nvf4: significand and exponent per row and 16 elements of K.
+std::vector<Parts> group_scales(const MmaOp& op, Cta& c, bool a, bool check) {
+  const bool split = op.ctas == 2 && op.m == 128;
+  const uint32_t rows = a ? op.m / op.ctas : op.n;
+  std::vector<Parts> out(rows * 4);
+  for (uint32_t r = 0; r < rows; ++r) {
+    const uint32_t upper = split && !a && r >= op.n / 2 ? 2 : 0;
+    const uint32_t row = upper ? r - op.n / 2 : r, part = a ? r / 32 : upper;
+    const uint32_t copies = !split ? 15 : a ? 5u << part : 3u << upper;
+    for (uint32_t g = 0; g < 4; ++g) {
+      const uint8_t s = scale_byte(c, a ? op.sfa : op.sfb, row, part,
+                                   (a ? op.sfa_id : op.sfb_id) + g * op.scale_vec / 4, check,
+                                   copies, a ? "SFA" : "SFB");
+      out[r * 4 + g] = op.scale_e4m3 ? split_scale(s) : Parts{s == 0xFF ? NAN : 1.0f, (int)s - 127};
+    }
+  }
+  return out;
+}
+
+// One sum per element of four groups of 16 products, each exact, times its two scales; terms are cut
+// toward zero 35 fraction bits below the largest scale exponent, C's among them.
+double fp4_sum(const double* dot, const Parts* sa, const Parts* sb, double c, bool fp64) {
+  double term[4];
+  Parts pc = split(c, -126);
+  int e[4], emax = pc.exp;
+  bool special = !(std::fabs(c) <= 3.5e38);
+  for (int g = 0; g < 4; ++g) {
+    term[g] = dot[g] * sa[g].sig * sb[g].sig;
+    e[g] = sa[g].exp + sb[g].exp;
+    special |= term[g] != term[g];
+    emax = std::max(emax, e[g]);
+  }
+  double s = special || fp64 ? c : std::trunc(std::ldexp((double)pc.sig, pc.exp - emax + 35));
+  for (int g = 0; g < 4; ++g)
+    s += special || fp64 ? std::ldexp(term[g], e[g])
+                         : std::trunc(std::ldexp(term[g], e[g] - emax + 35));
+  return special || fp64 ? s : std::ldexp(s, emax - 35);
+}
+
+void multiply_fp4(const MmaOp& op, Cta& c, const Tile& a, const Tile& b, uint32_t rows,
+                  const Options& opt) {
+  const auto sa = group_scales(op, c, true, opt.checks.replicas),
+             sb = group_scales(op, c, false, opt.checks.replicas);
+  const bool fp64 = opt.mma == MmaMode::Fp64;
+  auto twice = [&](const Tile& t, uint32_t row) {  // e2m1 values are multiples of a half
+    std::array<int16_t, 64> v;
+    for (uint32_t k = 0; k < 64; ++k) {
+      const uint32_t i = row * t.row_stride + k * t.k_stride;
+      v[k] = (int16_t)std::ldexp(t.sig[i], t.exp[i] + 1);
+    }
+    return v;
+  };
+  std::vector<std::array<int16_t, 64>> av;
+  for (uint32_t m = 0; m < rows; ++m) av.push_back(twice(a, m));
+  for (uint32_t n = 0; n < op.n; ++n) {
+    const auto bv = twice(b, n);
+    for (uint32_t m = 0; m < rows; ++m) {
+      double dot[4];
+      for (int g = 0; g < 4; ++g) {
+        int s = 0;
+        for (int k = 16 * g; k < 16 * g + 16; ++k) s += av[m][k] * bv[k];
+        dot[g] = 0.25 * s;
+      }
+      const Place p = place(op, m, n);
+      uint32_t& w = c.tmem.col(p.col)[p.lane];
+      const double s =
+          fp4_sum(dot, &sa[4 * m], &sb[4 * n], op.accumulate ? (double)as_float(w) : 0, fp64);
+      w = s != s ? kNan32 : as_bits(fp64 ? (float)s : truncate_f32(s));
+    }
+  }
+}
+
 }  // namespace
 
 void for_smem_chunks(const MmaOp& op, uint32_t which, const std::function<void(uint32_t)>& f) {
@@ -424,16 +534,21 @@ void for_smem_chunks(const MmaOp& op, uint32_t which, const std::function<void(u
 
 void run_mma(const MmaOp& op, Cta* const* cta, const Options& opt) {
   const uint32_t rows = op.m / op.ctas, cols = op.n / op.ctas;
-  Tile b(op.n, 32, 1);
+  Tile b(op.n, op.k, op.k, 1);
   for (uint32_t c = 0; c < op.ctas; ++c)
     decode_smem(op, *cta[c], op.b, op.b_mn, op.b_type, op.b_neg, cols, c * cols, &b);
   const unsigned old = _mm_getcsr();
   for (uint32_t c = 0; c < op.ctas; ++c) {
-    Tile a(rows, 1, rows);
+    Tile a(rows, op.k, 1, rows);
     if (op.a_tmem)
       decode_tmem_a(op, *cta[c], rows, &a);
     else
       decode_smem(op, *cta[c], op.a, op.a_mn, op.a_type, op.a_neg, rows, 0, &a);
+    if (op.kind == Kind::MXF4) {
+      multiply_fp4(op, *cta[c], a, b, rows, opt);
+      mark_d(op, *cta[c], rows);
+      continue;
+    }
     Tile bs = b;
     if (op.kind == Kind::MXF8) apply_scales(op, *cta[c], &a, &bs, rows, opt.checks.replicas);
     if (opt.mma == MmaMode::Model)

@@ -17,7 +17,7 @@ struct SmemDesc {
 // Throws Fault("descriptor") on illegal bits.
 SmemDesc decode_smem_desc(uint64_t d, const char* which);
 
-enum class Kind : uint8_t { F16, TF32, F8, MXF8 };
+enum class Kind : uint8_t { F16, TF32, F8, MXF8, MXF4 };  // F8, MXF8: f8f6f4; MXF4: mxf4nvf4, too
 
 struct MmaOp {
   Kind kind = Kind::F16;
@@ -28,10 +28,14 @@ struct MmaOp {
   uint32_t a_addr = 0, d_addr = 0;  // TMEM addresses
   SmemDesc a, b;
   uint32_t sfa = 0, sfb = 0, sfa_id = 0, sfb_id = 0;
+  uint32_t scale_vec = 0;    // scales per row of A, 0: not block scaled
+  bool nvf4 = false;         // mxf4nvf4: allows UE4M3 scales
+  bool scale_e4m3 = false;   // else UE8M0
   uint32_t scale_shift = 0;  // D * 2^-shift
   uint32_t disable[8] = {};
   bool any_disabled = false;
   int line = 0;
+  // Of a container: 4- and 6-bit elements of f8f6f4 take a byte each, 16 packed ones and padding.
   uint32_t elem_bytes() const { return kind == Kind::F16 ? 2 : kind == Kind::TF32 ? 4 : 1; }
 };
 

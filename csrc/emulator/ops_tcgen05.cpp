@@ -286,8 +286,8 @@ void do_cp(Exec& x, const Instr& in, uint32_t mask) {
   }
 }
 
-// aux: kind, cta group, block scaled, index of the disable vector (0 none). aux[3] >> 8: index of
-// the scale-input immediate.
+// aux: kind, cta group, scales per row (0: not block scaled), index of the disable vector (0 none)
+// or, block scaled, whether it is mxf4nvf4. aux[3] >> 8: index of the scale-input immediate.
 MmaOp read_mma(Exec& x, const Instr& in, int l) {
   MmaOp o;
   o.kind = (Kind)in.aux[0];
@@ -300,6 +300,8 @@ MmaOp read_mma(Exec& x, const Instr& in, int l) {
   else
     o.a = decode_smem_desc(src_lane(x, in.op[1], l), "A");
   o.b = decode_smem_desc(src_lane(x, in.op[2], l), "B");
+  o.scale_vec = in.aux[2];
+  o.nvf4 = in.aux[2] && in.aux[3];
   decode_idesc((uint32_t)src_lane(x, in.op[3], l), &o);
   uint32_t p = 4;
   if (in.aux[2]) {
@@ -338,7 +340,7 @@ void check_mma_tmem(const MmaOp& o, Cta& c, const Options& opt) {
   if (o.accumulate)
     check_written_tmem(c, o.d_addr & 511, split ? o.n / 2 : o.n, lanes, "accumulation onto D");
   if (o.a_tmem) check_written_tmem(c, o.a_addr & 511, 8, split ? 64 : lanes, "A operand");
-  if (o.kind == Kind::MXF8) {
+  if (o.scale_vec) {
     check_written_tmem(c, o.sfa & 511, (o.m / o.ctas + 31) / 32, 128, "scale factors of A");
     check_written_tmem(c, o.sfb & 511, ((split ? o.n / 2 : o.n) + 31) / 32, 128,
                        "scale factors of B");
@@ -442,12 +444,14 @@ ExecFn tc_cp(Decode& d) {
   return &do_cp;
 }
 ExecFn tc_mma(Decode& d) {
-  d.in.aux[0] = (uint32_t)(d.has("kind::f16")      ? Kind::F16
-                           : d.has("kind::tf32")   ? Kind::TF32
-                           : d.has("kind::f8f6f4") ? Kind::F8
-                                                   : Kind::MXF8);
+  d.in.aux[0] = (uint32_t)(d.has("kind::f16")        ? Kind::F16
+                           : d.has("kind::tf32")     ? Kind::TF32
+                           : d.has("kind::f8f6f4")   ? Kind::F8
+                           : d.has("kind::mxf8f6f4") ? Kind::MXF8
+                                                     : Kind::MXF4);
   d.in.aux[1] = cta_group(d);
-  d.in.aux[2] = d.has("block_scale");
+  if (d.has("block_scale"))
+    d.in.aux[2] = d.has("kind::mxf8f6f4") ? 1 : d.has("scale_vec::4X") || d.has("block16") ? 4 : 2;
   d.want(5, 7), d.mem(0);
   if (d.ops[1].kind == Operand::Mem)
     d.mem(1);
@@ -456,6 +460,7 @@ ExecFn tc_mma(Decode& d) {
   d.data(2), d.data(3);
   if (d.in.aux[2]) {
     d.want(7, 7), d.mem(4), d.mem(5), d.pred_op(6);
+    d.in.aux[3] = d.has("kind::mxf4nvf4");
     return &do_mma;
   }
   size_t p = 4;

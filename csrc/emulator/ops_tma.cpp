@@ -49,7 +49,7 @@ uint8_t* chunk_at(Cta& c, uint32_t off, uint32_t swizzle) {
 // the box. Chunks of 16 bytes are the unit that swizzling moves.
 template <class F>
 void for_chunks(const TensorMap& t, const int32_t* c, F f) {
-  const uint32_t es = t.elem_bytes(), n0 = t.box_elems(0), per = 16 / es;
+  const uint32_t n0 = t.box_elems(0), per = t.chunk_elems();
   uint32_t n[5];
   for (int d = 0; d < 5; ++d) n[d] = d < (int)t.rank ? t.box_elems(d) : 1;
   uint32_t off = 0;
@@ -81,14 +81,17 @@ void run_tensor_load(Machine& m, const TensorMap& t, const int32_t* c,
   const uint32_t es = t.elem_bytes();
   for_chunks(t, c, [&](uint32_t off, int64_t at, bool in, int64_t x0, uint32_t n) {
     uint8_t buf[16] = {};
+    if (t.padded())  // nothing defines the padding
+      std::memset(buf + t.global_bytes(n), 0xCB, 16 - t.global_bytes(n));
     if (t.oob) nan_fill(buf, t, n);
     if (in && t.estride[0] == 1) {
       int64_t lo = std::max<int64_t>(0, -x0), hi = std::min<int64_t>(n, (int64_t)t.dims[0] - x0);
       if (lo < hi) {
-        uint64_t g = t.address + at + (x0 + lo) * es;
-        const uint8_t* p = global_at(m, g, (hi - lo) * es, false);
-        global_check_written(m, g, (hi - lo) * es);
-        std::memcpy(buf + lo * es, p, (hi - lo) * es);
+        const uint64_t bytes = t.global_bytes(hi - lo);
+        uint64_t g = t.address + at + t.global_bytes(x0 + lo);
+        const uint8_t* p = global_at(m, g, bytes, false);
+        global_check_written(m, g, bytes);
+        std::memcpy(buf + t.global_bytes(lo), p, bytes);
       }
     } else if (in) {
       for (uint32_t k = 0; k < n; ++k) {
@@ -101,11 +104,11 @@ void run_tensor_load(Machine& m, const TensorMap& t, const int32_t* c,
   });
 }
 
-void complete(Cluster& cl, const std::vector<Target>& to, uint32_t bytes) {
+void complete(Cluster& cl, const std::vector<Target>& to, uint32_t bytes, uint32_t tx) {
   for (auto& d : to) {
     async_write(*d.data.cta, d.data.off, bytes);
     MbarChange c;
-    c.complete_tx = bytes;
+    c.complete_tx = tx;
     mbar_apply(cl, d.bar, c);
   }
 }
@@ -158,7 +161,12 @@ void coordinates(Exec& x, const Operand& mem, const TensorMap& t, int lane, bool
                  int32_t* c) {
   for (uint32_t d = 0; d < 5; ++d)
     c[d] = d < t.rank ? (int32_t)src_lane(x, mem.sub[1].sub[d], lane) : 0;
-  const int64_t bytes = (int64_t)c[0] * t.elem_bytes();
+  const int64_t bytes = (int64_t)c[0] * t.elem_bits() / 8;
+  if (t.dtype > 12 && c[0] % (t.padded() ? 128 : 64))
+    throw Fault("tma",
+                "coordinate 0 = " + std::to_string(c[0]) + " is not a multiple of " +
+                    (t.padded() ? "128, as padded types need" : "64, as 4-bit elements need"),
+                lane);
   if (bytes & 15)
     throw Fault("tma",
                 "coordinate 0 = " + std::to_string(c[0]) + " is " + std::to_string(bytes) +
@@ -193,7 +201,7 @@ void do_tma_load(Exec& x, const Instr& in, uint32_t mask) {  // aux: rank, cta_g
     std::vector<int32_t> cc(c, c + 5);
     op.run = [cl = x.cl, t, cc, to, bytes] {
       run_tensor_load(*cl->m, t, cc.data(), to);
-      complete(*cl, to, bytes);
+      complete(*cl, to, bytes, (uint32_t)t.tx_bytes());
     };
     x.cl->stat_tma_load += bytes;
     submit(x, std::move(op));
@@ -246,6 +254,10 @@ void do_tma_store(Exec& x, const Instr& in, uint32_t mask) {  // aux: rank, redu
                   l);
     int32_t c[5];
     coordinates(x, in.op[0], t, l, true, c);
+    if (t.padded())
+      throw Fault("tensormap", "stores of padded 4- and 6-bit types are not supported", l);
+    if (in.aux[1] && t.dtype > 12)
+      throw Fault("tensormap", "a packed 4-bit type cannot be reduced", l);
     uint32_t s = shared_addr(x, in.op[1], l), bytes = (uint32_t)t.box_bytes();
     if (s & 127)
       throw Fault("align", "tensor copy source " + hex(s) + " is not 128-byte aligned", l);
@@ -262,19 +274,17 @@ void do_tma_store(Exec& x, const Instr& in, uint32_t mask) {  // aux: rank, redu
     std::vector<int32_t> cc(c, c + 5);
     const bool reduce = in.aux[1];
     op.run = [cl = x.cl, t, cc, r, count = g.open, reduce, what = in.aux[2]] {
-      const uint32_t es = t.elem_bytes();
       for_chunks(t, cc.data(), [&](uint32_t off, int64_t at, bool inside, int64_t x0, uint32_t n) {
         if (!inside) return;
         const uint8_t* p = chunk_at(*r.cta, r.off + off, t.swizzle);
         int64_t lo = std::max<int64_t>(0, -x0), hi = std::min<int64_t>(n, (int64_t)t.dims[0] - x0);
         if (lo >= hi) return;
-        uint64_t addr = t.address + at + (x0 + lo) * es;
-        uint8_t* d = global_at(*cl->m, addr, (hi - lo) * es, true);
+        const uint32_t bytes = (uint32_t)t.global_bytes(hi - lo);
+        uint8_t* d = global_at(*cl->m, t.address + at + t.global_bytes(x0 + lo), bytes, true);
         if (reduce)
-          reduce_bytes(*cl->m, d, p + lo * es, (uint32_t)(hi - lo) * es, reduce_type(t.dtype),
-                       what);
+          reduce_bytes(*cl->m, d, p + t.global_bytes(lo), bytes, reduce_type(t.dtype), what);
         else
-          std::memcpy(d, p + lo * es, (hi - lo) * es);
+          std::memcpy(d, p + t.global_bytes(lo), bytes);
       });
       --*count;
     };
@@ -310,7 +320,7 @@ void do_bulk_load(Exec& x, const Instr& in, uint32_t mask) {  // aux: multicast
     op.origin = where(x);
     op.run = [cl = x.cl, p, n, to] {
       for (auto& d : to) std::memcpy(d.data.p, p, n);
-      complete(*cl, to, n);
+      complete(*cl, to, n, n);
     };
     x.cl->stat_tma_load += n;
     submit(x, std::move(op));
@@ -332,7 +342,7 @@ void do_bulk_s2s(Exec& x, const Instr& in, uint32_t mask) {
     op.reads.push_back({r.cta->rank, r.off, r.off + n});
     op.run = [cl = x.cl, r, n, to] {
       std::memmove(to[0].data.p, r.p, n);
-      complete(*cl, to, n);
+      complete(*cl, to, n, n);
     };
     submit(x, std::move(op));
   }

@@ -6,28 +6,50 @@ namespace flash_attn_mx::emu {
 namespace {
 constexpr uint32_t kMagic = 0x584D4146;  // "FAMX"
 // Codes in the descriptor's flags differ from the driver's enumeration for these.
-const uint8_t kToHw[] = {0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 8, 7, 8};
-const uint8_t kFromHw[] = {0, 1, 2, 3, 4, 5, 6, 7, 10, 8, 9};
+const uint8_t kToHw[] = {0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 8, 11, 12, 13, 14, 15};
+const uint8_t kFromHw[] = {0, 1, 2, 3, 4, 5, 6, 7, 10, 8, 9, 11, 12, 13, 14, 15};
 }  // namespace
 
-uint32_t TensorMap::elem_bytes() const {
-  static const uint8_t k[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4};
-  return dtype < sizeof k ? k[dtype] : 1;
+uint32_t TensorMap::elem_bits() const {
+  static const uint8_t k[] = {8, 16, 32, 32, 64, 64, 16, 32, 64, 16, 32, 32, 32, 4, 4, 6};
+  return dtype < sizeof k ? k[dtype] : 8;
 }
+
+namespace {
+// What the packed 4- and 6-bit types ask for beyond the rest; dimension 0 counts elements.
+std::string validate_packed(const TensorMap& t) {
+  auto s = [](uint64_t v) { return std::to_string(v); };
+  for (uint32_t d = 0; d < t.rank; ++d)
+    if (t.estride[d] != 1) return "packed types need element strides of 1";
+  if (!t.padded())
+    return t.dims[0] & 1 ? "dimension 0 = " + s(t.dims[0]) + " is odd, with 4-bit elements" : "";
+  if (t.address & 31) return "global address is not a multiple of 32, as padded types need";
+  if (t.dims[0] & 127)
+    return "dimension 0 = " + s(t.dims[0]) + " is not a multiple of 128, as padded types need";
+  if (t.box[0] != 128) return "box 0 = " + s(t.box[0]) + " is not 128, as padded types need";
+  for (uint32_t d = 1; d < t.rank; ++d)
+    if (t.strides[d] & 31)
+      return "stride " + s(d) + " = " + s(t.strides[d]) +
+             " is not a multiple of 32, as padded types need";
+  if (t.swizzle && t.swizzle < 3) return "padded types need no swizzle or one of 128 bytes";
+  return "";
+}
+}  // namespace
 
 std::string validate(const TensorMap& t) {
   auto s = [](uint64_t v) { return std::to_string(v); };
   if (t.rank < 1 || t.rank > 5) return "rank " + s(t.rank) + " is not 1..5";
-  if (t.dtype > 12)
-    return t.dtype <= 15 ? "packed sub-byte types are not supported"
-                         : "unknown data type " + s(t.dtype);
+  if (t.dtype > 15) return "unknown data type " + s(t.dtype);
   if (t.interleave) return "interleaved layouts are not supported";
   if (t.swizzle > 6) return "unknown swizzle " + s(t.swizzle);
   if (t.swizzle == 5) return "swizzle 128B_ATOM_32B_FLIP_8B is not supported";
   if (t.oob > 1) return "unknown out-of-bounds fill " + s(t.oob);
-  if (t.oob == 1 && !(t.dtype >= 6)) return "NaN fill needs a floating-point type";
+  if (t.oob == 1 && !(t.dtype >= 6 && t.dtype <= 12)) return "NaN fill needs a floating-point type";
   if (t.address & 15) return "global address is not a multiple of 16";
-  uint32_t es = t.elem_bytes();
+  if (t.dtype > 12) {
+    const std::string why = validate_packed(t);
+    if (!why.empty()) return why;
+  }
   for (uint32_t d = 0; d < t.rank; ++d) {
     if (t.dims[d] < 1 || t.dims[d] > 1ull << 32)
       return "dimension " + s(d) + " = " + s(t.dims[d]) + " is not 1..2^32";
@@ -38,11 +60,12 @@ std::string validate(const TensorMap& t) {
     if (d && (t.strides[d] & 15 || t.strides[d] >= 1ull << 40))
       return "stride " + s(d) + " = " + s(t.strides[d]) + " is not a multiple of 16 below 2^40";
   }
-  if (t.box[0] * es % 16) return "box 0 of " + s(t.box[0] * es) + " bytes is not a multiple of 16";
+  if (t.box[0] * t.elem_bits() % 128)
+    return "box 0 of " + s(t.box[0] * t.elem_bits()) + " bits is not a multiple of 16 bytes";
   static const uint32_t kSpan[] = {0, 32, 64, 128, 128, 128, 128};
-  if (t.swizzle && t.box[0] * es > kSpan[t.swizzle])
-    return "box 0 of " + s(t.box[0] * es) + " bytes exceeds the swizzle span of " +
-           s(kSpan[t.swizzle]);
+  const uint32_t row = t.box[0] / t.chunk_elems() * 16;  // bytes of shared memory
+  if (t.swizzle && row > kSpan[t.swizzle])
+    return "box 0 of " + s(row) + " bytes exceeds the swizzle span of " + s(kSpan[t.swizzle]);
   return "";
 }
 

@@ -17,13 +17,22 @@ struct TensorMap {
   uint32_t box[5] = {1, 1, 1, 1, 1};
   uint32_t estride[5] = {1, 1, 1, 1, 1};
   uint32_t interleave = 0, swizzle = 0, l2promo = 0, oob = 0;
-  uint32_t elem_bytes() const;
+  uint32_t elem_bits() const;
+  uint32_t elem_bytes() const { return elem_bits() / 8; }  // 0 for the packed types
+  bool padded() const { return dtype == 14 || dtype == 15; }
+  // Elements in 16 bytes of shared memory, and the bytes that they take in global memory: in the
+  // padded types 16 elements of 4 or 6 bits lie at the start of each 16 bytes.
+  uint32_t chunk_elems() const { return padded() ? 16 : 128 / elem_bits(); }
+  uint64_t global_bytes(uint64_t elems) const { return elems * elem_bits() / 8; }
   uint32_t box_elems(int d) const { return (box[d] + estride[d] - 1) / estride[d]; }
-  uint64_t box_bytes() const {
-    uint64_t n = elem_bytes();
+  uint64_t box_count() const {
+    uint64_t n = 1;
     for (uint32_t d = 0; d < rank; ++d) n *= box_elems((int)d);
     return n;
   }
+  uint64_t box_bytes() const { return box_count() / chunk_elems() * 16; }  // of shared memory
+  // What a load adds to its mbarrier: without padding, as CUTLASS and DeepGEMM expect it.
+  uint64_t tx_bytes() const { return global_bytes(box_count()); }
 };
 
 // The error rules of cuTensorMapEncodeTiled; empty when the arguments are legal.

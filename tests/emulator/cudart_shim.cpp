@@ -4,6 +4,7 @@
 #include <driver_types.h>  // types only: cudaDeviceProp
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -18,6 +19,8 @@ using namespace flash_attn_mx::emu;
 
 namespace {
 
+static_assert(std::is_trivially_copyable_v<Checks>);  // a struct of bools
+
 struct Dim3 {
   unsigned x, y, z;
 };
@@ -28,14 +31,19 @@ struct Function {
 std::vector<std::unique_ptr<ModuleData>> images;
 std::map<const void*, Function> functions;
 std::map<std::string, std::unique_ptr<Program>> programs;
-std::map<uint64_t, uint64_t> allocations;
+struct Allocation {
+  uint64_t size, number;
+};
+std::map<uint64_t, Allocation> allocations;
+uint64_t allocated = 0;
 
 [[noreturn]] void die(const std::string& w) {
   std::fprintf(stderr, "cudart_shim: %s\n", w.c_str());
   std::exit(3);
 }
 
-// Options come by environment: SHIM_ORDER (eager, delayed, random), SHIM_SEED, SHIM_PROXY=0 (check off).
+// Options come by environment: SHIM_ORDER (eager, delayed, random), SHIM_SEED, SHIM_CHECKS=0 (all that can be off), SHIM_PROXY=0
+// (that one), SHIM_DUMP=DIR (device memory after each launch, one file per live allocation, named by its number).
 std::string option(const char* name, const char* otherwise) {
   const char* v = std::getenv(name);
   return v ? v : otherwise;
@@ -66,6 +74,16 @@ std::string ptx_of(const void* wrapper) {
   die("no PTX in the fat binary (compile with code=compute_100a and --no-compress)");
 }
 
+void dump(const std::string& dir) {
+  for (auto& [address, a] : allocations) {
+    const std::string path = dir + "/" + std::to_string(a.number);
+    std::FILE* out = std::fopen(path.c_str(), "wb");
+    if (!out || std::fwrite(reinterpret_cast<void*>(address), 1, a.size, out) != a.size)
+      die("cannot write " + path);
+    std::fclose(out);
+  }
+}
+
 int launch(const void* f, const uint32_t* grid, const uint32_t* block, const uint32_t* cluster,
            void** args, size_t smem) {
   auto it = functions.find(f);
@@ -89,23 +107,29 @@ int launch(const void* f, const uint32_t* grid, const uint32_t* block, const uin
                   : order == "delayed" ? Order::Delayed
                                        : Order::Eager;
     m.opt.seed = std::stoull(option("SHIM_SEED", "0"));
-    m.opt.checks.proxy = option("SHIM_PROXY", "1") != "0";
+    if (option("SHIM_CHECKS", "1") == "0") std::memset(&m.opt.checks, 0, sizeof m.opt.checks);
+    if (option("SHIM_PROXY", "1") == "0") m.opt.checks.proxy = false;
     m.params.resize(prog->param_bytes);
     for (size_t i = 0; i < prog->params.size(); ++i)
       std::memcpy(m.params.data() + prog->params[i].offset, args[i], prog->params[i].size);
     m.buffers = mod.buffers;
     for (auto& a : allocations) {
       Buffer b;
-      b.base = a.first, b.size = a.second, b.name = "cudaMalloc";
+      b.base = a.first, b.size = a.second.size, b.name = "cudaMalloc";
       m.buffers.push_back(b);
     }
     std::sort(m.buffers.begin(), m.buffers.end(),
               [](const Buffer& a, const Buffer& b) { return a.base < b.base; });
+    const auto start = std::chrono::steady_clock::now();
     RunResult r = run_machine(m);
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
     for (auto& o : r.output) std::fputs(o.c_str(), stdout);
     if (!r.error.empty()) die(r.error);
-    std::fprintf(stderr, "cudart_shim: %.60s: %llu warp instructions, %llu MMAs\n",
-                 prog->name.c_str(), (unsigned long long)r.insns, (unsigned long long)r.mma);
+    std::fprintf(stderr, "cudart_shim: %.100s: %llu warp instructions, %llu MMAs, %.3f s\n",
+                 prog->name.c_str(), (unsigned long long)r.insns, (unsigned long long)r.mma,
+                 seconds.count());
+    const std::string dir = option("SHIM_DUMP", "");
+    if (!dir.empty()) dump(dir);
   } catch (const std::exception& e) {
     die(e.what());
   }
@@ -198,7 +222,7 @@ API int cudaLaunchKernelExC(const LaunchConfig* c, const void* f, void** args) {
 API int cudaMalloc(void** p, size_t n) {
   *p = std::aligned_alloc(1024, (n + 1023) & ~(size_t)1023);
   std::memset(*p, 0xCB, n);
-  allocations[reinterpret_cast<uint64_t>(*p)] = n;
+  allocations[reinterpret_cast<uint64_t>(*p)] = {n, allocated++};
   return 0;
 }
 API int cudaFree(void* p) {
@@ -213,6 +237,15 @@ API int cudaMemcpy(void* d, const void* s, size_t n, int) { return std::memmove(
 API int cudaMemset(void* d, int v, size_t n) { return std::memset(d, v, n), 0; }
 API int cudaMemsetAsync(void* d, int v, size_t n, void*) { return std::memset(d, v, n), 0; }
 API int cudaDeviceSynchronize() { return 0; }
+API int cudaEventCreate(void** e) { return *e = nullptr, 0; }
+API int cudaEventDestroy(void*) { return 0; }
+API int cudaEventRecord(void*, void*) { return 0; }
+API int cudaEventSynchronize(void*) { return 0; }
+API int cudaEventElapsedTime(float* ms, void*, void*) { return *ms = 1, 0; }
+API int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* n, const void*, int, size_t,
+                                                               unsigned) {
+  return *n = 1, 0;
+}
 API int cudaStreamSynchronize(void*) { return 0; }
 API int cudaFuncSetAttribute(const void*, int, int) { return 0; }
 API int cudaFuncGetAttributes(

@@ -45,10 +45,15 @@ Z: ret;
 )
 
 
-def run_mma(kind, idesc, a, b, k_steps, swizzle="128B", sfa=None, sfb=None, **options):
-    """a: (128, k), b: (64, k) tensors, k * size = 128 bytes. Returns D (128, 64) fp32."""
-    desc = {"128B": 2 << 61 | 64 << 32, "none": 0}[swizzle] | 1 << 46
-    steps, sf = [], ""
+def run_mma(
+    kind, idesc, a, b, k_steps, sfa=None, sfb=None, scale_vec=1, maps=None, tx=192 * 128, **options
+):
+    """a: (128, k), b: (64, k) tensors, k * size = 128 bytes, or their tensor maps. Returns D (128, 64) fp32.
+
+    sfa, sfb: scale bytes (128, blocks), of which each of the k_steps MMAs takes the next scale_vec.
+    """  # fmt: skip
+    desc = 2 << 61 | 64 << 32 | 1 << 46  # swizzle 128B
+    steps, sf, atoms = [], "", 0 if sfa is None else sfa.shape[1] // 4
     for i in range(k_steps):
         p = "0" if i == 0 else "1"
         adv = f"add.s64 %a, %da, {2 * i}; add.s64 %b, %db, {2 * i};"
@@ -57,31 +62,36 @@ def run_mma(kind, idesc, a, b, k_steps, swizzle="128B", sfa=None, sfb=None, **op
                 f"{adv} tcgen05.mma.cta_group::1.kind::{kind} [%tm], %a, %b, {idesc}, {p};"
             )
         else:
+            col, ident = 256 + i * scale_vec // 4 * 4, i * scale_vec % 4
             steps.append(
-                f"{adv} tcgen05.mma.cta_group::1.kind::{kind}.block_scale [%tm], %a, %b, {idesc | i << 29 | i << 4}, [%tm+256], [%tm+260], {p};"
+                f"{adv} tcgen05.mma.cta_group::1.kind::{kind} [%tm], %a, %b, {idesc | ident << 29 | ident << 4}, "
+                f"[%tm+{col}], [%tm+{col + 4 * atoms}], {p};"
             )
     if sfa is not None:
-        sf = """ld.param.u64 %p, [psf]; mbarrier.arrive.expect_tx.shared.b64 _, [%bar+16], 1024;
-        cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%sf], [%p], 1024, [%bar+16];
+        sf = f"""mbarrier.init.shared.b64 [%bar+16], 1;
+        ld.param.u64 %p, [psf]; mbarrier.arrive.expect_tx.shared.b64 _, [%bar+16], {1024 * atoms};
+        cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%sf], [%p], {1024 * atoms}, [%bar+16];
         W: mbarrier.try_wait.parity.shared.b64 %e, [%bar+16], 0; @!%e bra W;"""
-        cp = f"shr.u32 %r1, %sf, 4; cvt.u64.u32 %ds, %r1; or.b64 %ds, %ds, {1 << 46 | 8 << 32}; tcgen05.cp.cta_group::1.32x128b.warpx4 [%tm+256], %ds; add.s64 %ds, %ds, 32; tcgen05.cp.cta_group::1.32x128b.warpx4 [%tm+260], %ds;"
+        cp = f"shr.u32 %r1, %sf, 4; cvt.u64.u32 %ds, %r1; or.b64 %ds, %ds, {1 << 46 | 8 << 32};"
+        for i in range(2 * atoms):
+            cp += f"tcgen05.cp.cta_group::1.32x128b.warpx4 [%tm+{256 + 4 * i}], %ds; add.s64 %ds, %ds, 32;"
         steps.insert(0, cp)
-        sf = "mbarrier.init.shared.b64 [%bar+16], 1;" + sf
     text = (
         MMA.replace("SFLOAD", sf)
         .replace("KSTEPS", "\n".join(steps))
         .replace("DESC", str(desc))
-        .replace("BYTES", str(192 * 128))
+        .replace("BYTES", str(tx))
     )
     text = text.replace("LIST", ",".join(f"%r{i + 10}" for i in range(64))).replace(
         "STORES", "\n".join(f"st.global.b32 [%d+{4 * i}], %r{i + 10};" for i in range(64))
     )
     d = torch.zeros(128, 64)
-    scales = torch.zeros(1024, dtype=torch.uint8)
+    scales = torch.zeros(1024 * max(atoms, 1), dtype=torch.uint8)
     if sfa is not None:
-        scales.copy_(torch.cat([atom(sfa), atom(sfb)]))
-    raw = [x.view(torch.uint8) if x.element_size() == 1 else x for x in (a, b)]
-    maps = [emulator.TensorMap.tiled(x, [x.shape[1], x.shape[0]], swizzle=swizzle) for x in raw]
+        scales.copy_(torch.cat([atom(s[:, i : i + 4]) for s in (sfa, sfb) for i in range(0, s.shape[1], 4)]))  # fmt: skip
+    if maps is None:
+        raw = [x.view(torch.uint8) if x.element_size() == 1 else x for x in (a, b)]
+        maps = [emulator.TensorMap.tiled(x, [x.shape[1], x.shape[0]], swizzle="128B") for x in raw]
     launch(text, [*maps, d, scales], block=128, smem_bytes=65536 + 64, **options)
     return d
 
@@ -128,7 +138,9 @@ def test_mxfp8_mma_applies_each_scale_once():
         torch.randint(124, 131, (128, 4), generator=g, dtype=torch.int32).to(torch.uint8)
         for _ in range(2)
     )
-    d = run_mma("mxf8f6f4", 1 << 23 | 64 // 8 << 17 | 128 // 16 << 24, a, b, 4, sfa=sfa, sfb=sfb)
+    d = run_mma(
+        "mxf8f6f4.block_scale", 1 << 23 | 64 // 8 << 17 | 128 // 16 << 24, a, b, 4, sfa=sfa, sfb=sfb
+    )
     fa, fb = (torch.exp2(s.double() - 127).repeat_interleave(32, 1) for s in (sfa, sfb[:64]))
     assert torch.equal(d.double(), (a.double() * fa) @ (b.double() * fb).T)
 
