@@ -3,6 +3,7 @@
 The package's build does the same: every csrc/emulator/*.cpp into flash_attn_mx/_emulator. Only changed files are compiled.
 """
 
+import os
 import pathlib
 import subprocess
 import sys
@@ -21,33 +22,44 @@ FLAGS = [
 ]
 
 
-def build(jobs=2):
-    """Compiles what changed and links; returns the path of the extension."""
+def stale(obj):
+    """Whether an object is missing or older than a file that the compiler read for it."""
+    dep = obj.with_suffix(".d")
+    if not obj.exists() or not dep.exists():
+        return True
+    used = dep.read_text().replace("\\\n", " ").split(":", 1)[1].split()
+    return any(not os.path.exists(f) or os.path.getmtime(f) > obj.stat().st_mtime for f in used)
+
+
+def objects(jobs=2):
+    """Compiles what changed into build/emulator; returns the object files and whether any is new."""
     import pybind11
 
     src = pathlib.Path(__file__).resolve().parent
-    root = src.parent.parent
-    out = root / "build" / "emulator"
+    out = src.parent.parent / "build" / "emulator"
     out.mkdir(parents=True, exist_ok=True)
     inc = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
-    newest_header = max(p.stat().st_mtime for p in [*src.glob("*.h"), *src.glob("*.def")])
-    target = root / "flash_attn_mx" / ("_emulator" + sysconfig.get_config_var("EXT_SUFFIX"))
 
     def compile_one(cpp):
         obj = out / (cpp.stem + ".o")
-        if obj.exists() and obj.stat().st_mtime > max(cpp.stat().st_mtime, newest_header):
+        if not stale(obj):
             return obj, False
-        subprocess.run(["g++", *FLAGS, *inc, "-c", str(cpp), "-o", str(obj)], check=True)
+        subprocess.run(["g++", *FLAGS, *inc, "-MMD", "-c", str(cpp), "-o", str(obj)], check=True)
         return obj, True
 
     with ThreadPoolExecutor(jobs) as pool:
         done = list(pool.map(compile_one, sorted(src.glob("*.cpp"))))
-    if any(new for _, new in done) or not target.exists():
+    return [o for o, _ in done], any(new for _, new in done)
+
+
+def build(jobs=2):
+    """Compiles what changed and links; returns the path of the extension."""
+    root = pathlib.Path(__file__).resolve().parents[2]
+    target = root / "flash_attn_mx" / ("_emulator" + sysconfig.get_config_var("EXT_SUFFIX"))
+    done, new = objects(jobs)
+    if new or not target.exists():
         target.parent.mkdir(exist_ok=True)
-        subprocess.run(
-            ["g++", "-shared", "-pthread", *[str(o) for o, _ in done], "-o", str(target)],
-            check=True,
-        )
+        subprocess.run(["g++", "-shared", "-pthread", *map(str, done), "-o", str(target)], check=True)  # fmt: skip
     return target
 
 
