@@ -66,12 +66,20 @@ struct Preprocess {
     }
   }
 
+  // The payloads of four channels, zeros for those behind the last: their bytes may not even be mapped.
+  FAMX_DEVICE static uint32_t payload_word(const uint8_t* dout, int channels) {
+    if (channels >= 4) return *reinterpret_cast<const uint32_t*>(dout);
+    uint32_t word = 0;
+    for (int i = 0; i < channels; ++i) word |= uint32_t(dout[i]) << (8 * i);
+    return word;
+  }
+
   // The terms of channels [channel, channel + 4).
   FAMX_DEVICE float partial(const uint8_t* dout, const uint8_t* scale, const Out* out,
                             int channel) const {
     if (channel >= p.head_dim) return 0.0f;
     float x[4];
-    unpack_e4m3(*reinterpret_cast<const uint32_t*>(dout + channel), x);
+    unpack_e4m3(payload_word(dout + channel, p.head_dim - channel), x);
     const float factor = scale_factor(scale[channel / 32]);
     float sum = 0.0f;
 #pragma unroll
