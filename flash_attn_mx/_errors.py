@@ -118,4 +118,57 @@ def check_softmax_scale(softmax_scale: Optional[float], head_dim: int) -> float:
         fail(TypeError, "softmax_scale", "a float or None", type(softmax_scale).__name__)
     if softmax_scale != softmax_scale or abs(softmax_scale) == float("inf"):
         fail(ValueError, "softmax_scale", "a finite number", softmax_scale)
+    if softmax_scale == 0:
+        # Such a call is a caller of flash-attention 2 who gives dropout_p by position; equal weights are not what he wants.
+        expected = "a number other than 0 (flash-attention 2 has dropout_p in its place: give that by name)"
+        fail(ValueError, "softmax_scale", expected, softmax_scale)
     return float(softmax_scale)
+
+
+# Arguments of flash-attention's functions (2.x and later) that this library does not have, with the values that ask for
+# nothing. They are taken so that its callers need no change, and refused by name where they ask for something.
+_NEUTRAL = {
+    "dropout_p": (0.0,),
+    "softcap": (0.0, None),
+    "alibi_slopes": (None,),
+    "return_attn_probs": (False,),
+    "block_table": (None,),
+    "page_table": (None,),
+    "seqused_q": (None,),
+    "seqused_k": (None,),
+    "leftpad_k": (None,),
+    "attention_chunk": (0,),
+    "learnable_sink": (None,),
+    "score_mod": (None,),
+    "mask_mod": (None,),
+    "aux_tensors": (None,),
+    "qv": (None,),
+    "q_descale": (None,),
+    "k_descale": (None,),
+    "v_descale": (None,),
+}
+# These change how fast something is computed, not what.
+_HINTS = ("num_splits", "pack_gqa", "sm_margin")
+_INSTEAD = {
+    "dropout_p": "flash_attn_func serves dropout in high precision",
+    "return_attn_probs": "return_lse=True gives out and lse",
+    "q_descale": "flash_attn_mx_func takes operands that are quantised already",
+    "k_descale": "flash_attn_mx_func takes operands that are quantised already",
+    "v_descale": "flash_attn_mx_func takes operands that are quantised already",
+}
+
+
+def check_foreign_options(function: str, options: dict[str, object]) -> None:
+    """Refuses options of flash-attention that ask for something which is not served here, and unknown ones."""
+    for name, value in options.items():
+        if name in _HINTS:
+            continue
+        if name not in _NEUTRAL:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        neutral = _NEUTRAL[name]
+        if isinstance(value, Tensor) or not any(value is x or value == x for x in neutral):
+            shown = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
+            instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise NotImplementedError(
+                f"{name}: expected {neutral[0]!r}, got {shown}: {function} does not have this option{instead}"
+            )

@@ -10,6 +10,7 @@ from ._errors import (
     INPUT_DTYPES,
     check_cu_seqlens,
     check_cu_values,
+    check_foreign_options,
     check_head_shapes,
     check_qkv,
     check_softmax_scale,
@@ -40,6 +41,7 @@ def flash_attn_func(
     dout_dtype: torch.dtype = _E4M3,
     backend: Optional[str] = None,
     layer: Optional[Layer] = None,
+    **options: object,
 ) -> Union[Tensor, tuple[Tensor, Tensor]]:
     """softmax(softmax_scale * q kᵀ) v with all matrix products in MXFP8; differentiable once.
 
@@ -57,12 +59,16 @@ def flash_attn_func(
       dout_dtype: FP8 type of the incoming gradient, torch.float8_e4m3fn or torch.float8_e5m2.
       backend: "auto", "sm100", "portable" or "emulator" for this call; None takes set_backend's choice.
       layer: index or dotted name of the model's layer that calls, for the policy's rules (load_policy).
+      options: flash-attention's other arguments (softcap, alibi_slopes, block_table, ...), by name and at their defaults;
+        another value raises NotImplementedError. num_splits, pack_gqa and sm_margin, hints for speed, have no effect.
+        The fourth positional argument is softmax_scale, as in flash-attention 3 and 4; in version 2 it is dropout_p.
     Returns: out (B, Sq, H, D) in the dtype of q (under autocast: the autocast dtype); with return_lse also lse (B, H, Sq) fp32,
       natural log, not differentiable. A query that sees no key gives out 0, lse -inf and zero gradients.
       An output row depends only on keys that its query sees, bit for bit.
     Raises: TypeError (dtypes), ValueError (shapes, devices, values), NotImplementedError (backend that cannot serve the call).
     Source: docs/numerics.md; argument names as flash-attention.
     """
+    check_foreign_options("flash_attn_func", options)
     q, k, v = _autocast(q, k, v)
     check_qkv(q, k, v, packed=False)
     window = fold_causal(causal, window_size, q.shape[1], k.shape[1])
@@ -104,6 +110,7 @@ def flash_attn_varlen_func(
     dout_dtype: torch.dtype = _E4M3,
     backend: Optional[str] = None,
     layer: Optional[Layer] = None,
+    **options: object,
 ) -> Union[Tensor, tuple[Tensor, Tensor]]:
     """flash_attn_func on sequences packed along the token axis, without padding between them.
 
@@ -116,6 +123,7 @@ def flash_attn_varlen_func(
     Returns: out (Tq, H, D); with return_lse also lse (H, Tq).
     Raises: as flash_attn_func. Offsets are looked at on the CPU and on the portable path; kernels on a GPU trust them.
     """
+    check_foreign_options("flash_attn_varlen_func", options)
     q, k, v = _autocast(q, k, v)
     check_qkv(q, k, v, packed=True)
     check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q, "max_seqlen_q", max_seqlen_q)

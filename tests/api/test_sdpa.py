@@ -79,13 +79,23 @@ def test_sdpa_is_the_direct_api(dtype, causal):
     assert not torch.equal(got[0], run(*problem, is_causal=causal)[0])
 
 
-@pytest.mark.parametrize("scale", [0.3, -0.2, 0.0])
+@pytest.mark.parametrize("scale", [0.3, -0.2])
 def test_sdpa_scale_is_not_dropped(scale):
-    """scale, also negative and zero."""
+    """scale, also negative."""
     problem = heads_first(seqlen_q=20)
     with famx.sdpa.enabled():
         got = run(*problem, scale=scale)
     assert_same_bits(got, run_direct(*problem, softmax_scale=scale))
+
+
+def test_sdpa_scale_of_zero_is_not_the_default():
+    """scale=0.0 is torch's to give: every query gets the mean of the values."""
+    problem = heads_first(seqlen_q=20)
+    with famx.sdpa.enabled():
+        got = run(*problem, scale=0.0)
+    want = problem[2].mean(2, keepdim=True).expand_as(got[0])
+    compare.assert_close(got[0], want, frobenius=tol.QUALITY_SMALL)
+    assert not got[1].any()
 
 
 def test_c12_sdpa_causal_is_top_left():
