@@ -16,12 +16,14 @@ from .info import is_available, is_installed
 from .integrations import sdpa
 from .integrations.aten_alias import register_aten_alias
 from .interface import explain, flash_attn_func, flash_attn_mx_func, flash_attn_varlen_func
+from .monitoring import Limits, monitor
 from .policy import LayerRule, Policy
 from .quantize import MXTensor, dequantize, quantize_mxfp8
 
 __all__ = [
     "FallbackWarning",
     "LayerRule",
+    "Limits",
     "MXTensor",
     "Plan",
     "Policy",
@@ -37,6 +39,7 @@ __all__ = [
     "is_installed",
     "keep_high_precision",
     "load_policy",
+    "monitor",
     "quantize_mxfp8",
     "register_aten_alias",
     "sdpa",

@@ -330,6 +330,12 @@ def _frames_of_package() -> int:
     return level
 
 
+def notify(code: str, text: str) -> None:
+    """Warns once, or raises, of a change to the policy that later calls obey without a word."""
+    announce(Plan("high_precision", _KERNELS["high_precision"], (Reason(code, text),)))
+    _warned.add("layer_policy")
+
+
 def announce(chosen: Plan) -> None:
     """Warns once per reason, or raises, as set_fallback says. Silent while torch.compile traces."""
     if not chosen.reasons or _settings.fallback == "silent":

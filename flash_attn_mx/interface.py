@@ -74,6 +74,7 @@ def flash_attn_func(
     window = fold_causal(causal, window_size, q.shape[1], k.shape[1])
     scale = check_softmax_scale(softmax_scale, q.shape[-1])
     _check_options(deterministic, return_lse, rounding, dout_dtype, dropout_p, attn_mask)
+    layer = ops.layer_of_call(layer)
     chosen = dispatch.plan(
         {"q": q, "k": k, "v": v}, k.shape[1], attn_mask is not None, dropout_p, backend,
         layer=layer, dout_dtype=wanted(dout_dtype, q, k, v),
@@ -145,6 +146,7 @@ def flash_attn_varlen_func(
     window = fold_causal(causal, window_size, max_seqlen_q, max_seqlen_k)
     scale = check_softmax_scale(softmax_scale, q.shape[-1])
     _check_options(deterministic, return_lse, rounding, dout_dtype)
+    layer = ops.layer_of_call(layer)
     chosen = dispatch.plan(
         {"q": q, "k": k, "v": v}, max_seqlen_k,
         backend=backend, layer=layer, dout_dtype=wanted(dout_dtype, q, k, v),

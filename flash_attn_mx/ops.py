@@ -6,6 +6,7 @@ file is read here. The portable implementations below serve every device for whi
 
 import functools
 import re
+import warnings
 from pathlib import Path
 from typing import Optional
 
@@ -93,8 +94,12 @@ def _fwd(*arguments):
     q, out_dtype = operands[0], operands[-1]
     chosen = _chosen(executor, q.device, sm100.why_not_built, q.shape[-1], out_dtype, q.dtype)
     if chosen == "portable":
-        return _portable_fwd(*operands)
-    return sm100.forward(chosen, *operands)
+        out, lse = _portable_fwd(*operands)
+    else:
+        out, lse = sm100.forward(chosen, *operands)
+    if observer is not None:
+        observer.saw_forward(operands, lse)
+    return out, lse
 
 
 def _portable_fwd(
@@ -135,8 +140,12 @@ def _bwd(*arguments):
     dtypes = out.dtype, dout.dtype, do_row.dtype
     chosen = _chosen(executor, q.device, sm100.why_no_backward, q.shape[-1], *dtypes)
     if chosen == "portable":
-        return _portable_bwd(*operands)
-    return sm100.backward(chosen, *operands)
+        grads = _portable_bwd(*operands)
+    else:
+        grads = sm100.backward(chosen, *operands)
+    if observer is not None:
+        observer.saw_backward(operands)
+    return grads
 
 
 def _portable_bwd(
@@ -188,6 +197,37 @@ def _in_fp32(function):
             return function(*arguments)
 
     return run
+
+
+# What famx.monitor() puts here hears of every call, compiled ones too.
+observer = None
+
+
+def layer_of_call(layer):
+    """The layer of an eager call, as the observer knows it. Graphs do not ask, so that none is retraced for it."""
+    if torch.compiler.is_compiling() or observer is None:
+        return layer
+    return observer.layer_of_call(layer)
+
+
+def watch_quantize(callback) -> torch.library.Library:
+    """Calls callback(x, data, axis) after every `quantize`, until the library that is returned is destroyed."""
+    watch = torch.library.Library(NAMESPACE, "IMPL")
+    for key in ("CPU", "CUDA"):
+        try:
+            kernel = torch.library.get_kernel(f"{NAMESPACE}::quantize", key)
+        except RuntimeError:  # a build of torch without that device
+            continue
+
+        def quantize(keys, x, axis, rounding, dtype, cu_seqlens, kernel=kernel):
+            data, scale = kernel.call_boxed(keys, x, axis, rounding, dtype, cu_seqlens)
+            callback(x, data, axis)
+            return data, scale
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            watch.impl("quantize", quantize, key, with_keyset=True, allow_override=True)
+    return watch
 
 
 for _name, _function in (("quantize", quantize_pytorch), ("fwd", _fwd), ("bwd", _bwd)):
