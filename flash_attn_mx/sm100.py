@@ -359,11 +359,11 @@ def launch_backward(
 
 
 def _ptx_of(name: str, place: Optional[Path]) -> Path:
-    """The kernel's PTX: the installed one, or that in a folder, or a file."""
+    """The kernel's PTX: a file, or the one in a folder, or the installed one."""
     if place is not None and not place.is_dir():
         return place
-    installed = next(row.ptx for row in _native.kernels() if row.name == name)
-    return installed if place is None else place / installed.name
+    found = [] if place is None else sorted(place.glob(f"{name}.*ptx"))
+    return found[0] if found else next(row.ptx for row in _native.kernels() if row.name == name)
 
 
 @functools.lru_cache(maxsize=None)
@@ -387,7 +387,7 @@ def emulate_records(
 ) -> list[Optional["emulator.Report"]]:
     """Runs the PTX of the problem's launch records on the CPU; a report for each, None where there is nothing to do.
 
-    place: of PTX instead of the installed one, a file or a folder.   options: of emulator.Kernel.launch, such as order.
+    place: of PTX instead of the installed one, a file or a folder that may lack some.   options: of emulator.Kernel.launch, such as order.
     """
     reports = []
     for record, undefined in zip(records, problem.undefined):

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from kernels import stand_in
+from kernels import stand_in, stand_in_bwd, test_backward_record
 from kernels.test_host_record import ARGUMENTS, SWEEP, draw, problem_of
 
 from flash_attn_mx import _native, layouts, sm100
@@ -30,7 +30,7 @@ def image(tmp_path, request):
         else 64
     )
     path = tmp_path / f"stand_in_{tile_dim}.ptx"
-    path.write_text(stand_in.ptx(tile_dim))
+    path.write_text(stand_in.ptx(stand_in.Loaded(columns=tile_dim)))
     return str(path)
 
 
@@ -236,3 +236,132 @@ def test_operator_refuses_tensors_of_another_device(argument):
     arguments[at] = arguments[at].cpu()
     with pytest.raises(RuntimeError, match="device"):
         sm100.record_of(problem._replace(arguments=tuple(arguments)), instance_for(64))
+
+
+# --- the backward ------------------------------------------------------------------------------------------------
+# Its two passes use nothing that Hopper lacks: their shipped PTX runs here, retargeted, around a stand-in for attn_bwd.
+
+
+def backward_problem(batch, seqlen_q, seqlen_k, heads, heads_k, head_dim, **options):
+    """Made on the CPU, moved here before the operands are brought into the kernels' form."""
+    tensors = test_backward_record.draw(
+        (batch, seqlen_q, heads, head_dim), (batch, seqlen_k, heads_k, head_dim)
+    )
+    return test_backward_record.problem_of([x.cuda() for x in tensors], **options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "batch,seqlen_q,seqlen_k,heads,heads_k,head_dim", SWEEP + [(1, 20000, 20000, 2, 1, 128)]
+)
+def test_driver_accepts_backward_maps(batch, seqlen_q, seqlen_k, heads, heads_k, head_dim, causal):
+    problem = backward_problem(batch, seqlen_q, seqlen_k, heads, heads_k, head_dim, causal=causal)
+    instance = test_backward_record.instance_for(head_dim)
+    for record in sm100.backward_records(problem, instance, executor="encode"):
+        assert_encoded(record)
+        assert len(record["maps"]) == (7 if record["kernel"] == "main" and seqlen_k else 0)
+
+
+@pytest.mark.parametrize("head_dim", [*range(1, 129, 9), 16, 32, 64, 96, 112])
+def test_driver_accepts_backward_maps_of_every_head_dim(head_dim):
+    problem = backward_problem(1, 33, 65, 3, 1, head_dim)
+    instance = test_backward_record.instance_for(head_dim)
+    for record in sm100.backward_records(problem, instance, executor="encode"):
+        assert_encoded(record)
+
+
+@pytest.fixture
+def backward(tmp_path):
+    """backward(tile_dim, head_dim, ...): a problem on the GPU, and the three images that run it here."""
+
+    def make(tile_dim, head_dim, packed=False, tensor_map="q"):
+        problem = stand_in_bwd.problem(head_dim, tile_dim, "cuda", packed)
+        major, minor = torch.cuda.get_device_capability()
+        target = f"sm_{major}{minor}"
+        return problem, stand_in_bwd.write(tmp_path, problem, tile_dim, tensor_map, target)
+
+    return make
+
+
+@pytest.mark.parametrize("tensor_map", stand_in_bwd.MAPS)
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("tile_dim,head_dim", TILES)
+def test_backward_passes_and_stand_in(tile_dim, head_dim, packed, tensor_map, backward):
+    """Three launches in order: delta and bias of the real preprocess, a box through each map, dQ of the real postprocess."""
+    problem, images = backward(tile_dim, head_dim, packed, tensor_map)
+    sm100.launch_backward(problem, stand_in_bwd.instance(tile_dim), images)
+    stand_in_bwd.check(problem, tile_dim, tensor_map)
+
+
+def test_backward_in_a_graph(backward):
+    """Captured from the first launch on; a replay sees new data and clears its own sums."""
+    problem, images = backward(64, 64)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sm100.launch_backward(problem, stand_in_bwd.instance(64), images)
+    q = problem.arguments[4].view(torch.uint8)
+    for _ in range(2):
+        q.copy_(q.flip(1))
+        for x in (*problem.scratch, *problem.grads):
+            x.view(torch.uint8).fill_(0xFF)
+        graph.replay()
+        torch.cuda.synchronize()
+        stand_in_bwd.check(problem, 64, "q")
+
+
+def test_backward_does_not_wait_for_the_device(backward):
+    """Quantising, preparation of packed operands, scratch and launches under torch's synchronisation alarm."""
+    _, images = backward(128, 72, packed=True)
+    inputs = stand_in_bwd.inputs(72, "cuda", packed=True)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        problem = stand_in_bwd.prepared(inputs, 128)
+        sm100.launch_backward(problem, stand_in_bwd.instance(128), images)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    stand_in_bwd.check(problem, 128, "q")
+
+
+@pytest.mark.parametrize(
+    "instance", sm100.BACKWARD_INSTANCES, ids=lambda x: f"{x.main}-{x.preprocess[-4:]}"
+)
+@pytest.mark.parametrize("refused", [0, 1])
+def test_backward_launch_reports_that_the_device_is_not_sm100(refused, instance, tmp_path):
+    """By its first launch, and by the main one where the first would run."""
+    capability = torch.cuda.get_device_capability()
+    if capability[0] == 10:
+        pytest.skip("the device runs the kernels")
+    problem = backward_problem(1, 40, 40, 1, 1, instance.head_dim)
+    images = [str(next(k.fatbin for k in _native.kernels() if k.name == n)) for n in instance.names]
+    if refused == 1:
+        path = tmp_path / "pre.ptx"
+        text = (_native.DEVICE / f"{instance.preprocess}.sm_100f.ptx").read_text()
+        path.write_text(
+            text.replace(".target sm_100f", f".target sm_{capability[0]}{capability[1]}")
+        )
+        images[0] = str(path)
+    with pytest.raises(RuntimeError) as caught:
+        sm100.launch_backward(problem, instance, images)
+    found = re.search(
+        rf"flash_attn_mx: cu\w+ \({instance.names[refused]}, built for capability 10.x, on a device of capability "
+        rf"{capability[0]}\.{capability[1]}\): CUDA_ERROR_\w+ = \d+, ",
+        str(caught.value),
+    )
+    assert found, caught.value
+    assert torch.ones(3, device="cuda").sum().item() == 3
+
+
+@pytest.mark.parametrize(
+    "argument", ["dout_col", "k_scale", "v_tok_scale", "lse", "bias", "dq_acc", "dk"]
+)
+def test_backward_operator_refuses_tensors_of_another_device(argument):
+    problem = backward_problem(1, 40, 40, 1, 1, 64)
+    arguments = list(problem.arguments)
+    at = test_backward_record.ARGUMENTS.index(argument)
+    arguments[at] = arguments[at].cpu()
+    with pytest.raises(RuntimeError, match="device"):
+        sm100.backward_records(
+            problem._replace(arguments=tuple(arguments)), test_backward_record.instance_for(64)
+        )

@@ -1,10 +1,11 @@
-"""A kernel with the parameters of attn_fwd that also runs on Hopper: it shows what the host handed over.
+"""A kernel with the parameters of an attention kernel that also runs on Hopper: it shows what the host handed over.
 
-CTA i loads one box of q through the tensor map, head i from token FIRST_TOKEN of batch 0, and dumps the bytes that
-arrive in shared memory to out + i * box; it writes (scale_log2, CTAs, dynamic shared memory, threads) to lse[4 i].
+Cluster i loads one box through a tensor map, head i from token FIRST_TOKEN of batch 0, and dumps the bytes that arrive
+in shared memory to one output + i * box; it writes (scale_log2, CTAs, dynamic shared memory, threads) to another, [4 i].
 """
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 from kernels.attn_fwd import Params
@@ -15,16 +16,38 @@ NAME = "stand_in"
 FIRST_TOKEN = 100
 
 
-def ptx(tile_dim: int) -> str:
-    """PTX of the kernel for boxes of tile_dim x 128 bytes."""
-    box = 128 * tile_dim
-    field = {name: getattr(Params, name).offset for name in ("q", "out", "lse", "scale_log2")}
+class Loaded(NamedTuple):
+    """What the kernel loads, and the parameters that it finds its addresses in."""
+
+    params: type = Params
+    tensor_map: str = "q"
+    dump: str = "out"
+    scalars: str = "lse"
+    columns: int = 64  # of the box, and the span of its swizzle
+    rows: int = 128
+    ctas: int = 1  # of a cluster
+
+    @property
+    def bytes(self) -> int:
+        return self.columns * self.rows
+
+
+def ptx(loaded: Loaded, more: str = "") -> str:
+    """PTX of the kernel. more: a block that all threads run at the end; %r1 is tid.x, %r4 the cluster, %r8 ntid.x."""
+    box = loaded.bytes
+    fields = {
+        "map": loaded.tensor_map,
+        "out": loaded.dump,
+        "lse": loaded.scalars,
+        "scale_log2": "scale_log2",
+    }
+    field = {name: getattr(loaded.params, x).offset for name, x in fields.items()}
     return f"""
 .version 8.0
 .target sm_90
 .address_size 64
 .extern .shared .align 16 .b8 smem[];
-.visible .entry {NAME}(.param .align 64 .b8 params[{ctypes.sizeof(Params)}])
+.visible .entry {NAME}(.param .align 64 .b8 params[{ctypes.sizeof(loaded.params)}])
 {{
   .reg .pred %p<3>;
   .reg .b32 %r<16>;
@@ -36,6 +59,7 @@ def ptx(tile_dim: int) -> str:
   and.b32 %r2, %r2, -1024;                      // the box, on the boundary of its swizzle
   add.u32 %r3, %r2, {box};                      // the barrier behind it
   mov.u32 %r4, %ctaid.x;
+  div.u32 %r4, %r4, {loaded.ctas};
   setp.ne.u32 %p1, %r1, 0;
   @%p1 bra initialised;
   mbarrier.init.shared::cta.b64 [%r3], 1;
@@ -45,6 +69,7 @@ initialised:
   @%p1 bra wait;
   mov.b64 %rd1, params;
   cvta.param.u64 %rd2, %rd1;
+  add.u64 %rd2, %rd2, {field["map"]};
   mov.u32 %r5, 0;
   mov.u32 %r6, {FIRST_TOKEN};
   mbarrier.arrive.expect_tx.shared::cta.b64 %rd3, [%r3], {box};
@@ -71,6 +96,7 @@ copy:
   add.u32 %r7, %r7, %r9;
   bra copy;
 copied:
+{more}
   @%p1 bra done;
   ld.param.u64 %rd7, [params+{field["lse"]}];
   cvta.to.global.u64 %rd7, %rd7;
@@ -109,19 +135,27 @@ def instance(tile_dim: int) -> sm100.Instance:
 
 def check(p: sm100.Problem, tile_dim: int) -> None:
     """out and lse hold what the kernel should have found."""
-    q = p.arguments[0].cpu().view(torch.uint8)
-    q = q if q.dim() == 4 else q.unsqueeze(0)
-    head_dim = q.shape[-1]
-    smem = sm100.record_of(p, instance(tile_dim))["smem_bytes"]
-    dump = p.out.cpu().flatten().view(torch.uint8)
+    record = sm100.record_of(p, instance(tile_dim))
+    check_found(Loaded(columns=tile_dim), record, p.arguments[0], p.out, p.lse)
+
+
+def check_found(loaded: Loaded, record: dict, payload, dump, scalars) -> None:
+    """What the launch of the record left in two outputs, of two heads of a payload."""
+    payload = payload.cpu().view(torch.uint8)
+    payload = payload if payload.dim() == 4 else payload.unsqueeze(0)
+    tokens = min(payload.shape[1] - FIRST_TOKEN, loaded.rows)
+    channels = min(payload.shape[3], loaded.columns)
+    dump = dump.cpu().flatten().view(torch.uint8)
     for head in range(2):
-        box = torch.zeros(128, tile_dim, dtype=torch.uint8)
-        box[: 200 - FIRST_TOKEN, :head_dim] = q[0, FIRST_TOKEN:, head]
-        chunks = box.view(128, tile_dim // 16, 16)
-        row, chunk = torch.arange(128).view(-1, 1), torch.arange(tile_dim // 16)
-        # swizzle of 64 bytes: two rows share a chunk order, of 128 bytes: each row has its own of eight
-        order = chunk ^ (row >> 1 & 3 if tile_dim == 64 else row & 7)
+        box = torch.zeros(loaded.rows, loaded.columns, dtype=torch.uint8)
+        seen = payload[0, FIRST_TOKEN : FIRST_TOKEN + tokens, head, :channels]
+        box[:tokens, :channels] = seen
+        chunks = box.view(loaded.rows, loaded.columns // 16, 16)
+        row, chunk = torch.arange(loaded.rows).view(-1, 1), torch.arange(loaded.columns // 16)
+        # The span of the swizzle: 128 bytes give each of 8 rows its own order of chunks, 64 bytes each pair of them, ...
+        order = chunk ^ (row >> {32: 2, 64: 1, 128: 0}[loaded.columns]) % (loaded.columns // 16)
         swizzled = chunks[row, order].reshape(-1)
         assert torch.equal(dump[head * box.numel() : (head + 1) * box.numel()], swizzled)
-        found = p.lse.cpu().flatten()[4 * head : 4 * head + 4]
-        assert torch.allclose(found, torch.tensor([0.25 * 1.442695041, 2.0, smem, 384.0]))
+        found = scalars.cpu().flatten()[4 * head : 4 * head + 4]
+        launch = record["grid"], record["smem_bytes"], record["block"]
+        assert torch.allclose(found, torch.tensor([0.25 * 1.442695041, *map(float, launch)]))

@@ -132,7 +132,7 @@ def test_huge_windows_and_scales():
 def test_record_carries_a_kernel(tile_dim, head_dim, packed, tmp_path):
     """The stand-in finds what was meant for it; tests/gpu/test_driver.py runs the same on a GPU."""
     path = tmp_path / "stand_in.ptx"
-    path.write_text(stand_in.ptx(tile_dim))
+    path.write_text(stand_in.ptx(stand_in.Loaded(columns=tile_dim)))
     problem = stand_in.problem(head_dim, packed=packed)
     sm100.emulate(problem, stand_in.instance(tile_dim), place=path)
     stand_in.check(problem, tile_dim)
