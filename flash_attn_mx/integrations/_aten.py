@@ -69,7 +69,7 @@ def _scale(scale: Optional[float], q: Tensor) -> float:
 
 def _top_left(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: Optional[float]) -> Problem:
     """q (B, H, Sq, D), k, v (B, Hkv, Sk, D) with SDPA's causal mask: query i sees key j only if j <= i."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q, k, v = _heads_last(q, k, v)
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     window = (-1, -1)
     if is_causal and seqlen_k > seqlen_q:  # no query sees the keys from seqlen_q on
@@ -79,6 +79,13 @@ def _top_left(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: Optional[
     return Problem(
         q, k, v, None, None, seqlen_q, min(k.shape[1], seqlen_k), _scale(scale, q), window
     )
+
+
+def _lower_right(q, k, v, is_causal: bool, scale: Optional[float]) -> Problem:
+    """_top_left with the other alignment, which torch's CUDA operator has: SDPA sends it square causal calls only,
+    torch.nn.attention.bias.causal_lower_right the others."""
+    q, k, v = _heads_last(q, k, v)
+    return _bottom_right(q, k, v, None, None, 0, 0, is_causal, scale, None, None)
 
 
 def _bottom_right(
@@ -110,6 +117,8 @@ class _HandOn(Exception):
 
 def _reasons(q, k, v, ndim: int, attn_mask=None, dropout_p=0.0, scale=None, **options):
     """Why the MXFP8 kernels do not take a call. options: by name, None or False where not given."""
+    if q.is_nested or k.is_nested or v.is_nested:
+        return [Reason("nested", "the tensors are nested")]
     reasons = dispatch.option_reasons(attn_mask is not None, dropout_p)
     for name, value in options.items():
         if value is not None and value is not False:
@@ -199,20 +208,22 @@ _graphs = _Graphs()
 # --- the operators --------------------------------------------------------------------------------------------
 
 
-def _sdpa(q, k, v, dropout_p, is_causal, attn_mask, scale, **options) -> tuple[Tensor, Tensor]:
-    """(out (B, H, Sq, D), lse (B, H, Sq))."""
+def _sdpa(
+    align, q, k, v, dropout_p, is_causal, attn_mask, scale, **options
+) -> tuple[Tensor, Tensor]:
+    """(out (B, H, Sq, D), lse (B, H, Sq)). align: _top_left or _lower_right."""
     reasons = _reasons(q, k, v, 4, attn_mask, dropout_p, scale, **options)
     chosen = _announced(_choose(*_heads_last(q, k, v), reasons))
-    out, lse = _top_left(q, k, v, is_causal, scale).forward(chosen.backend)
+    out, lse = align(q, k, v, is_causal, scale).forward(chosen.backend)
     return _laid_out(out.transpose(1, 2), q), lse
 
 
-def _sdpa_backward(dout, q, k, v, out, lse, dropout_p, is_causal, attn_mask, scale):
+def _sdpa_backward(align, dout, q, k, v, out, lse, dropout_p, is_causal, attn_mask, scale):
     """Gradients (B, H, S, D) in memory as (B, S, H, D)."""
     if not _graphs.is_ours(lse):
         reasons = _reasons(q, k, v, 4, attn_mask, dropout_p, scale)
         _check_unmarked(*_heads_last(q, k, v), reasons)
-    problem = _top_left(q, k, v, is_causal, scale)
+    problem = align(q, k, v, is_causal, scale)
     dq, dk, dv = problem.backward(*_heads_last(dout, out), lse)
     return _heads_last(dq, _whole(dk, k.shape[2]), _whole(dv, v.shape[2]))
 
@@ -224,7 +235,7 @@ def _check_unmarked(q, k, v, reasons: list[Reason]) -> None:
 
 
 def _sdpa_cpu(q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
-    out, lse = _sdpa(q, k, v, dropout_p, is_causal, attn_mask, scale)
+    out, lse = _sdpa(_top_left, q, k, v, dropout_p, is_causal, attn_mask, scale)
     # torch's CPU kernels lay lse and gradients out as (B, S, H, ...), the latter being ours already.
     return out, _graphs.mark(lse.transpose(1, 2)).transpose(1, 2)
 
@@ -232,12 +243,13 @@ def _sdpa_cpu(q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=
 def _sdpa_cpu_backward(
     dout, q, k, v, out, lse, dropout_p, is_causal, *, attn_mask=None, scale=None
 ):
-    return tuple(_sdpa_backward(dout, q, k, v, out, lse, dropout_p, is_causal, attn_mask, scale))
+    options = (dropout_p, is_causal, attn_mask, scale)
+    return tuple(_sdpa_backward(_top_left, dout, q, k, v, out, lse, *options))
 
 
 def _sdpa_cuda(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
     debug = {"return_debug_mask": return_debug_mask}
-    out, lse = _sdpa(q, k, v, dropout_p, is_causal, None, scale, **debug)
+    out, lse = _sdpa(_lower_right, q, k, v, dropout_p, is_causal, None, scale, **debug)
     sizes = (None, None, q.shape[2], k.shape[2])
     return out, _graphs.mark(lse), *sizes, *_no_randomness(q)
 
@@ -246,7 +258,8 @@ def _sdpa_cuda_backward(
     dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, seed, offset,
     *, scale=None,
 ):  # fmt: skip
-    grads = _sdpa_backward(dout, q, k, v, out, lse, dropout_p, is_causal, None, scale)
+    options = (dropout_p, is_causal, None, scale)
+    grads = _sdpa_backward(_lower_right, dout, q, k, v, out, lse, *options)
     return tuple(_laid_out(grad, x) for grad, x in zip(grads, (q, k, v)))
 
 

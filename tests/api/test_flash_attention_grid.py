@@ -7,11 +7,10 @@ the grid's. Options that this library does not have are refused by name.
 """
 
 import itertools
-import math
 
 import pytest
 import torch
-import torch.nn.functional as F
+from plain_mx import attention, check_rule, visible
 
 import flash_attn_mx as famx
 from flash_attn_mx import flash_attn_func, flash_attn_varlen_func
@@ -52,64 +51,12 @@ def case_id(case):
     return f"q{seqlen_q}-k{seqlen_k}-d{d}-{mask}-{mha_type}-{str(dtype).removeprefix('torch.')}"
 
 
-# ---- plain PyTorch -----------------------------------------------------------------------------
-
-
-def visible(seqlen_q, seqlen_k, causal, window):
-    """(Sq, Sk) bool, aligned bottom-right."""
-    row = torch.arange(seqlen_q).unsqueeze(1) + seqlen_k - seqlen_q
-    key = torch.arange(seqlen_k)
-    seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
-    if window[0] >= 0:
-        seen &= key >= row - window[0]
-    right = 0 if causal else window[1]
-    if right >= 0:
-        seen &= key <= row + right
-    return seen
-
-
-def mx_round(x, dim):
-    """x rounded to E4M3 with one power-of-two scale (rounded up) per 32 values along dim."""
-    x = x.movedim(dim, -1)
-    size = x.shape[-1]
-    blocks = F.pad(x, (0, -size % 32)).unflatten(-1, (-1, 32))
-    amax = blocks.abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
-    scale = torch.exp2(torch.ceil(torch.log2(amax / 448)))
-    rounded = (blocks / scale).to(torch.float8_e4m3fn).float() * scale
-    return rounded.flatten(-2)[..., :size].movedim(-1, dim)
-
-
-def attention(q, k, v, dout, causal, window, rounded):
-    """(out, dq, dk, dv), (1, S, H, D) fp32, written out; rounded: every operand of every product goes through mx_round."""
-    r = mx_round if rounded else lambda x, dim: x
-    group = q.shape[2] // k.shape[2]
-    q, dout = (x.float().transpose(1, 2) for x in (q, dout))
-    k, v = (x.float().transpose(1, 2).repeat_interleave(group, dim=1) for x in (k, v))
-    scale = q.shape[-1] ** -0.5
-    seen = visible(q.shape[2], k.shape[2], causal, window)
-    s = (r(q, -1) @ r(k, -1).mT * scale).masked_fill(~seen, -math.inf)
-    p = torch.softmax(s, -1).nan_to_num(0.0)  # rows that see nothing
-    out = r(p, -1) @ r(v, -2)
-    dp = r(dout, -1) @ r(v, -1).mT
-    delta = (r(dout, -1) * out).sum(-1, keepdim=True)
-    ds = p * (dp - delta)
-    dq = r(ds, -1) @ r(k, -2) * scale
-    dk = r(ds, -2).mT @ r(q, -2) * scale
-    dv = r(p, -2).mT @ r(dout, -2)
-    dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
-    return [x.transpose(1, 2) for x in (out, dq, dk, dv)]
-
-
-def check_rule(got, reference, plain, dtype):
-    """The rule, for out and each gradient; the allowance is the rounding of the results to their dtype."""
-    for name, x, ref, pt in zip(("out", "dq", "dk", "dv"), got, reference, plain, strict=True):
-        assert torch.isfinite(x).all(), name
-        error, bound = (x.float() - ref).abs().max(), (pt.to(dtype).float() - ref).abs().max()
-        allowance = 2 * float(ref.abs().max()) * torch.finfo(dtype).eps
-        assert error <= 2 * bound + allowance, f"{name}: {error:.4g} > 2 * {bound:.4g}"
-
-
 # ---- the grid ----------------------------------------------------------------------------------
+
+
+def grid_attention(q, k, v, dout, causal, window, rounded):
+    """attention() with flash-attention's masks."""
+    return attention(q, k, v, dout, visible(q.shape[1], k.shape[1], causal, window), rounded)
 
 
 def make_inputs(seqlen_q, seqlen_k, d, mha_type, dtype, local):
@@ -140,8 +87,8 @@ def run_dense(case):
     )
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), g)
     tensors = [x.detach() for x in (q, k, v, g)]
-    reference = attention(*tensors, causal, window_size, rounded=False)
-    plain = attention(*tensors, causal, window_size, rounded=True)
+    reference = grid_attention(*tensors, causal, window_size, rounded=False)
+    plain = grid_attention(*tensors, causal, window_size, rounded=True)
     check_rule((out.detach(), dq, dk, dv), reference, plain, dtype)
 
 
@@ -181,7 +128,7 @@ def run_varlen(case):
         pieces = []
         for part in parts:
             tensors = [x.detach() for x in part[:4]]
-            pieces.append(attention(*tensors, causal, window_size, rounded))
+            pieces.append(grid_attention(*tensors, causal, window_size, rounded))
         both.append([torch.cat([piece[i][0] for piece in pieces]) for i in range(4)])
     check_rule((out.detach(), dq, dk, dv), *both, dtype)
 
@@ -235,8 +182,8 @@ def test_grid_rule_can_fail():
     """A causal mask that is dropped, and a softmax_scale that is off by 1.3, break the rule."""
     q, k, v, g, _ = make_inputs(113, 203, 64, "mha", torch.bfloat16, False)
     tensors = [x.detach() for x in (q, k, v, g)]
-    reference = attention(*tensors, True, (-1, -1), rounded=False)
-    plain = attention(*tensors, True, (-1, -1), rounded=True)
+    reference = grid_attention(*tensors, True, (-1, -1), rounded=False)
+    plain = grid_attention(*tensors, True, (-1, -1), rounded=True)
     for options in ({"causal": False}, {"causal": True, "softmax_scale": 1.3 * 64**-0.5}):
         out = flash_attn_func(q, k, v, **options)
         grads = torch.autograd.grad(out, (q, k, v), g)

@@ -538,3 +538,42 @@ def test_c31_varlen_attn_compiles():
         want = torch.autograd.grad(want.square().sum(), leaves)
         for a, b in zip(torch.autograd.grad(out.square().sum(), leaves), want):
             compare.assert_equal_bits(a, b)
+
+
+# ---- the CUDA operators' functions, on CPU tensors ----------------------------------------------
+
+
+@pytest.mark.parametrize("seqlens", [(33, 33), (20, 33), (33, 20)], ids=str)
+def test_c12_sdpa_cuda_operator_aligns_lower_right(seqlens):
+    """C12: torch's CUDA operator aligns bottom-right (causal_lower_right calls it so): values, layouts and gradients."""
+    q, k, v, dout = (torch.randn(2, 2, seqlens[i], 64) for i in (0, 1, 1, 0))
+    leaves = [x.transpose(1, 2).detach().clone().requires_grad_() for x in (q, k, v)]
+    want, want_lse = famx.flash_attn_func(*leaves, causal=True, return_lse=True)
+    want.backward(dout.transpose(1, 2))
+    out, lse, *rest = _aten._sdpa_cuda(q, k, v, 0.0, True)
+    compare.assert_equal_bits(out, want.transpose(1, 2).contiguous())
+    compare.assert_equal_bits(lse, want_lse)
+    meta = [x.to("meta") for x in (q, k, v)]
+    promised = torch.ops.aten._scaled_dot_product_flash_attention(*meta, 0.0, True)
+    for got, shape in zip((out, lse, *rest), promised, strict=True):
+        if isinstance(shape, torch.Tensor):
+            assert (got.shape, got.stride(), got.dtype) == (
+                shape.shape,
+                shape.stride(),
+                shape.dtype,
+            )
+        else:
+            assert got == shape
+    seed, offset = rest[4], rest[5]
+    args = (dout, q, k, v, out, lse, None, None, *seqlens, 0.0, True, seed, offset)
+    for got, leaf, like in zip(_aten._sdpa_cuda_backward(*args), leaves, (q, k, v)):
+        assert got.stride() == like.stride()
+        compare.assert_equal_bits(got, leaf.grad.transpose(1, 2).contiguous())
+
+
+def test_sdpa_cuda_operator_hands_on():
+    """Dropout and a debug mask are torch's."""
+    q, k, v = qkv()
+    for args in ((0.1, False, False), (0.0, False, True)):
+        with pytest.raises(_aten._HandOn):
+            _aten._sdpa_cuda(q, k, v, *args)
