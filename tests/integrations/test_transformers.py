@@ -1,5 +1,8 @@
 """attn_implementation="flash_attn_mx": every architecture family, every form of mask, every option."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from compare import assert_close, assert_equal_bits, relative_error
@@ -585,6 +588,11 @@ def test_models_that_call_flash_functions_themselves_are_refused():
 
 
 def test_missing_transformers_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match="pip install 'transformers"):
         ours.register()
+
+
+def test_module_is_reached_without_an_import_of_its_own():
+    code = "import flash_attn_mx as famx, sys; assert 'transformers' not in sys.modules; famx.integrations.transformers.NAME"
+    subprocess.run([sys.executable, "-c", code], check=True)
