@@ -56,7 +56,7 @@ def flash_attn_func(
       attn_mask, dropout_p: as torch's scaled_dot_product_attention (mask broadcastable to (B, H, Sq, Sk)); served in high
         precision, with a FallbackWarning.
       rounding: of the scale bytes of q, k, v and dout, "rceil" or "floor" (quantize_mxfp8).
-      dout_dtype: FP8 type of the incoming gradient, torch.float8_e4m3fn or torch.float8_e5m2.
+      dout_dtype: FP8 type of the incoming gradient, torch.float8_e4m3fn or torch.float8_e5m2 (no sm_100 kernel takes the latter).
       backend: "auto", "sm100", "portable" or "emulator" for this call; None takes set_backend's choice.
       layer: index or dotted name of the model's layer that calls, for the policy's rules (load_policy).
       options: flash-attention's other arguments (softcap, alibi_slopes, block_table, ...), by name and at their defaults;

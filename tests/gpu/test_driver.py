@@ -309,6 +309,29 @@ def test_backward_in_a_graph(backward):
         stand_in_bwd.check(problem, 64, "q")
 
 
+def test_c27_scratch_belongs_to_the_graph(backward):
+    """C27: of two graphs captured on one stream one dies; the other still finds its scratch and its results."""
+    _, images = backward(64, 64)
+    inputs = stand_in_bwd.inputs(64, "cuda")
+
+    def capture():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            problem = stand_in_bwd.prepared(inputs, 64)
+            sm100.launch_backward(problem, stand_in_bwd.instance(64), images)
+        return graph, problem
+
+    graph, problem = capture()
+    other = capture()
+    del other
+    torch.cuda.empty_cache()
+    filler = torch.full((1 << 26,), float("nan"), device="cuda")  # takes what was freed
+    graph.replay()
+    torch.cuda.synchronize()
+    stand_in_bwd.check(problem, 64, "q")
+    assert filler.isnan().all()
+
+
 def test_backward_does_not_wait_for_the_device(backward):
     """Quantising, preparation of packed operands, scratch and launches under torch's synchronisation alarm."""
     _, images = backward(128, 72, packed=True)

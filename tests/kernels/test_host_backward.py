@@ -70,6 +70,11 @@ def gradients(tensors, backend, function=famx.flash_attn_func, arguments=(), **o
     return [x.grad for x in inputs]
 
 
+def noise_of(change):
+    """In opposite() and far_below() all rows of Q, or of K, point the same way: sums of dS cancel in all channels."""
+    return 5e-4 if change in (opposite, far_below) else NOISE
+
+
 def assert_near(got, want, tensors, noise=NOISE, row=ROW):
     """row: bound on single rows; None: only on the whole."""
     largest = [float(x.detach().abs().max()) if x.numel() else 0.0 for x in tensors]
@@ -129,12 +134,18 @@ def test_dense_equals_portable(case):
     if change is far_below:
         _, lse = famx.flash_attn_func(*tensors[:3], return_lse=True, backend="portable")
         assert lse.max() < -88
-    # In opposite() and far_below() all rows of Q, or of K, point the same way: sums of dS cancel in all channels.
-    noise = 5e-4 if change in (opposite, far_below) else NOISE
+    noise = noise_of(change)
     operands = operands_of(tensors, **options)
     alone = [OPS.bwd(*operands, [True] * 3, executor) for executor in ("emulator", "portable")]
     assert_near(*alone, tensors, noise)
     check(tensors, noise, None if change is outliers else ROW, **options)
+
+
+@pytest.mark.parametrize("heads,heads_k", [(2, 2), (3, 1), (8, 1), (6, 2)])
+@pytest.mark.parametrize("head_dim", [1, 16, 33, 64, 80, 96, 128])
+def test_c64_head_dims_and_ratios(head_dim, heads, heads_k):
+    """C64: tiles of either size, filled or not, and every kind of group: forward and gradients are right."""
+    check(draw((1, 40, heads, head_dim), (1, 50, heads_k, head_dim)), causal=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -215,6 +226,20 @@ def test_c28_orders_of_asynchronous_work(case, in_order):
             if name != "dq":
                 compare.assert_equal_bits(c, a, f"{name}, {order} {seed}")
         compare.assert_close(loose[0], first[0], f"dq, {order} {seed}", row=1e-6)
+
+
+@pytest.mark.slow  # a minute
+@pytest.mark.parametrize("order,seed", ORDERS)
+@pytest.mark.parametrize("case", DENSE)
+def test_every_problem_in_every_order(case, order, seed, in_order):
+    """The bounds of test_dense_equals_portable hold for the backward in each asynchronous order, without a report."""
+    shape_q, shape_k, options, change = DENSE[case]
+    tensors = draw(shape_q, shape_k, seed=seed + 1)
+    tensors = tensors if change is None else change(tensors)
+    operands = operands_of(tensors, **options)
+    in_order(order, seed)
+    alone = [OPS.bwd(*operands, [True] * 3, executor) for executor in ("emulator", "portable")]
+    assert_near(*alone, tensors, noise_of(change))
 
 
 # --- quality ------------------------------------------------------------------------------------------------------
