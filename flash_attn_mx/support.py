@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import Callable, Optional
 
 import torch
+import torch.nn.functional as F
 
 from . import dispatch
+from .integrations import sdpa
 from .interface import explain, flash_attn_func, flash_attn_mx_func, flash_attn_varlen_func
 from .quantize import quantize_mxfp8
 
@@ -142,7 +144,133 @@ def matrix() -> str:
     return "\n".join(lines)
 
 
+# --- drop-ins: torch's own functions with flash_attn_mx.sdpa active -------------------------------------------
+
+
+@dataclass(frozen=True)
+class DropIn:
+    """One row: options of F.scaled_dot_product_attention and of varlen_attn; None where the function has no such thing."""
+
+    name: str
+    sdpa: Optional[dict] = field(default_factory=dict)
+    varlen: Optional[dict] = field(default_factory=dict)
+    seqlens: tuple[int, int] = (40, 40)
+    heads: tuple[int, int] = (2, 2)
+    head_dim: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    wrap: Optional[Callable] = None  # function -> function that is called instead
+
+
+def _under_autocast(function):
+    def call(*tensors, **options):
+        with torch.autocast("cpu", torch.bfloat16):
+            return function(*tensors, **options)
+
+    return call
+
+
+def _compile(function):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+def _twice_differentiated(function):
+    def call(*tensors, **options):
+        out = function(*tensors, **options)
+        return torch.autograd.grad(out.float().square().sum(), tensors[0], create_graph=True)[0]
+
+    return call
+
+
+_LOWER = torch.ones(40, 40, dtype=torch.bool).tril()
+_USED = torch.tensor([5, 0, 20], dtype=torch.int32)
+DROP_INS = (
+    *(
+        DropIn(f"{str(dtype).removeprefix('torch.')} inputs", dtype=dtype)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    ),
+    *(DropIn(f"head_dim {d}", head_dim=d) for d in (72, 128, 256, 264)),
+    DropIn("causal", {"is_causal": True}, {"window_size": (-1, 0)}),
+    DropIn("causal, Sq != Sk", {"is_causal": True}, {"window_size": (-1, 0)}, seqlens=(30, 40)),
+    DropIn("sliding window", {"attn_mask": _LOWER.triu(-8)}, {"window_size": (8, 0)}),
+    DropIn("grouped heads (GQA)", {"enable_gqa": True}, {"enable_gqa": True}, heads=(4, 2)),
+    DropIn("scale", {"scale": 0.3}, {"scale": 0.3}),
+    DropIn("boolean or additive mask", {"attn_mask": _LOWER}, None),
+    DropIn("dropout", {"dropout_p": 0.1}, None),
+    DropIn("keys in use (seqused_k)", None, {"seqused_k": _USED}),
+    DropIn("autocast", dtype=torch.float32, wrap=_under_autocast),
+    DropIn("torch.compile, fullgraph", wrap=_compile),
+    DropIn("second derivatives", wrap=_twice_differentiated),
+)
+
+
+def _call_varlen(q, k, v, **options):
+    """The tensors (1, H, S, D) packed as three sequences, the second of them empty."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    cu_q, cu_k = (torch.tensor([0, 10, 10, x.shape[0]], dtype=torch.int32) for x in (q, k))
+    return varlen_attn(q, k, v, cu_q, cu_k, q.shape[0], k.shape[0], **options)
+
+
+def try_drop_in(row: DropIn, function: Callable, options: Optional[dict]) -> str:
+    """ "MXFP8", "torch's kernel, with notice", "no" with the error's class, or "-" where there is no such option.
+
+    function: F.scaled_dot_product_attention or _call_varlen. Forward and backward are run.
+    """
+    if options is None:
+        return "-"
+    torch.manual_seed(0)
+    lengths = (row.seqlens[0], row.seqlens[1], row.seqlens[1])
+    heads = (row.heads[0], row.heads[1], row.heads[1])
+    tensors = [
+        torch.randn(1, h, s, row.head_dim, dtype=row.dtype, requires_grad=True)
+        for s, h in zip(lengths, heads)
+    ]
+
+    def call():
+        torch.manual_seed(1)
+        out = (row.wrap or (lambda f: f))(function)(*tensors, **options)
+        grads = torch.autograd.grad(out.float().square().sum(), tensors)
+        return [out.detach(), *grads]
+
+    try:
+        with warnings.catch_warnings(record=True) as caught, sdpa.enabled():
+            warnings.simplefilter("always")
+            dispatch.forget_warnings()
+            got = call()
+    except (NotImplementedError, RuntimeError, ValueError, TypeError) as error:
+        return f"no ({type(error).__name__})"
+    if not all(torch.isfinite(x).all() for x in got):
+        return "wrong"
+    if function is not F.scaled_dot_product_attention:
+        return "MXFP8"  # torch has no kernel of its own for a CPU
+    own = call()
+    if any((a - b).float().norm() > 0.15 * b.float().norm() for a, b in zip(got, own)):
+        return "wrong"
+    if not torch.equal(got[0], own[0]):
+        return "MXFP8"
+    told = any("uses the torch path" in str(w.message) for w in caught)
+    return "torch's kernel, with notice" if told else "torch's kernel, silently"
+
+
+def drop_ins() -> str:
+    """The matrix of the drop-ins as a Markdown table."""
+    functions = ((F.scaled_dot_product_attention, "sdpa"), (_call_varlen, "varlen"))
+    lines = ["| feature | F.scaled_dot_product_attention | varlen_attn |", "|---|---|---|"]
+    saved = dispatch.get_fallback()
+    dispatch.set_fallback("warn")
+    try:
+        for row in DROP_INS:
+            cells = [try_drop_in(row, f, getattr(row, name)) for f, name in functions]
+            lines.append(f"| {row.name} | {' | '.join(cells)} |")
+    finally:
+        dispatch.set_fallback(saved)
+    return "\n".join(lines)
+
+
 def main(argv: Optional[list[str]] = None) -> int:
-    """Prints the matrix for CPU tensors on this machine."""
+    """Prints the matrices for CPU tensors on this machine."""
     print(matrix())
+    print(f"\ntorch's own functions while flash_attn_mx.sdpa is active:\n\n{drop_ins()}")
     return 0

@@ -8,22 +8,29 @@ import pytest
 import flash_attn_mx as famx
 
 ROOT = Path(__file__).parents[2]
-SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+SNIPPETS = [
+    pytest.param(snippet, id=f"{page}-{number}")
+    for page in ("README.md", "docs/integrations.md")
+    for number, snippet in enumerate(
+        re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+    )
+]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.fixture(autouse=True)
 def settings():
     yield
+    famx.sdpa.deactivate()
     famx.set_backend("auto")
     famx.set_fallback("silent")
     famx.set_policy()
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
+@pytest.mark.parametrize("snippet", SNIPPETS)
 def test_readme_snippet_runs(snippet, capsys):
     """Each Python block stands alone."""
-    exec(compile(snippet, "README.md", "exec"), {"__name__": "snippet"})
+    exec(compile(snippet, "snippet", "exec"), {"__name__": "snippet"})
 
 
 def test_readme_has_snippets():

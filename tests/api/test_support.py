@@ -4,10 +4,20 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+import flash_attn_mx as famx
 from flash_attn_mx import sm100, support
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+
+
+def shown(page, name):
+    """The table between the markers of that name."""
+    text = (ROOT / page).read_text()
+    table = re.search(rf"<!-- {name}:begin -->\n(.*?)\n<!-- {name}:end -->", text, flags=re.DOTALL)
+    assert table, f"{page} has no table {name}"
+    return table[1]
 
 
 @pytest.mark.skipif(
@@ -16,11 +26,31 @@ README = Path(__file__).parents[2] / "README.md"
 )
 def test_readme_support_matrix_is_generated_from_code():
     """Every cell comes from a call; after a change run `python -m flash_attn_mx support` and paste its output."""
-    shown = re.search(
-        r"<!-- support:begin -->\n(.*?)\n<!-- support:end -->", README.read_text(), flags=re.DOTALL
-    )
-    assert shown, "README.md has no support matrix"
-    assert shown[1] == support.matrix()
+    assert shown("README.md", "support") == support.matrix()
+
+
+def test_c49_drop_in_matrix_is_generated_from_code():
+    """C42, C49: each cell of the drop-ins is the outcome of a call, forward and backward."""
+    assert shown("docs/integrations.md", "drop-ins") == support.drop_ins()
+
+
+@pytest.mark.parametrize(
+    "mutate, cell",
+    [
+        (lambda f: lambda *t, **options: f(*t), "wrong"),  # the option is lost
+        (lambda f: lambda *t, **options: f(*t, **options) * float("nan"), "wrong"),
+    ],
+)
+def test_drop_in_probe_sees_a_wrong_result(monkeypatch, mutate, cell):
+    """The probe can fail: an option that is dropped while active, and NaN, are not a yes."""
+    row = support.DropIn("broken", {"is_causal": True})
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def function(*tensors, **options):
+        return (mutate(plain) if famx.sdpa.is_active() else plain)(*tensors, **options)
+
+    monkeypatch.setattr(support.F, "scaled_dot_product_attention", function)
+    assert support.try_drop_in(row, function, row.sdpa) == cell
 
 
 def test_support_probe_sees_a_wrong_result():

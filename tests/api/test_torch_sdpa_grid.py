@@ -2,7 +2,7 @@
 
 Values are judged by torch's rule for its low-precision kernels: the error against attention in high precision is at most
 twice that of a plain implementation of the same precision (here MXFP8, plain_mx.py). What MXFP8 hands on must equal torch's
-own result bit for bit. PyTorch's file itself can be run too, where it is at hand: tests/torch_peer/run.py.
+own result bit for bit. PyTorch's file itself can be run too, where it is at hand: `make test-torch`.
 
 Not rebuilt: cuDNN, memory-efficient, ROCm and xpu kernels (not ours), the philox state of dropout and debug masks (handed on),
 memory and stream checks on a GPU (tests/gpu).

@@ -99,9 +99,12 @@ def test_sdpa_is_the_direct_api(head_dim, causal, dtype):
     problem = heads_first(head_dim=head_dim, dtype=dtype)
     with famx.sdpa.enabled():
         got = run(*problem, is_causal=causal)
-    assert_equal(got, run_direct(*problem, causal=causal))
-    for x, like in zip(got, problem):
-        assert x.shape == like.shape
+    want = run_direct(*problem, causal=causal)
+    assert [x.shape for x in got] == [x.shape for x in want]
+    if head_dim % 8 == 0:
+        assert_equal(got, want)
+    for a, b in zip(got, want):  # zeros up to a multiple of 8 may change the order of fp32 sums
+        assert (a - b).float().norm() < 2e-3 * b.float().norm()
 
 
 def test_sdpa_grouped_heads_and_scale():
