@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import importlib.util
 import json
+import math
 import pathlib
 import sys
 from typing import Optional
@@ -124,11 +125,21 @@ class Result:
 def measure(subject, progress, steps_of_tuning: int, limits) -> Result:
     """All steps after loading."""
     import flash_attn_mx as famx
-    from flash_attn_mx.validate import recommend, steps
+    from flash_attn_mx.validate import recommend, steps, subjects
 
-    figures = steps.Figures({}, {}, {}, {}, {})
+    figures = steps.Figures({}, {}, {}, {}, {}, {})
+    with torch.no_grad():
+        loss = subject.loss(subject.held_out[:2]).item()
+    if not math.isfinite(loss):
+        raise subjects.Unsuitable(
+            f"{subject.name}: expected a model with a finite loss in fp32, got {loss}"
+        )
     progress.begin("layers")
     calls = steps.capture(subject)
+    if not calls:
+        raise subjects.Unsuitable(
+            f"{subject.name}: expected a model whose attention transformers dispatches, got no attention call"
+        )
     for i, (name, call) in enumerate(calls.items()):
         progress.update(0.7 * i / len(calls), f"{name} by itself")
         figures.layers[name] = steps.layer_figures(call)
@@ -161,7 +172,7 @@ def measure(subject, progress, steps_of_tuning: int, limits) -> Result:
 
     table = steps.scheme_table(policy)
     progress.begin("gradients")
-    figures.gradients = steps.gradients(subject, table, progress.update)
+    figures.gradients, figures.seen = steps.gradients(subject, table, progress.update)
     progress.end()
     progress.begin("fine-tuning")
     runs = {
@@ -201,7 +212,8 @@ def judge(figures, findings, policy, limits):
         )
     if policy.layers:
         return verdicts, ("good", "Use MXFP8 attention with the policy file.",
-                          f"{len(policy.layers)} of {len(figures.layers)} layers should stay in high precision, wholly or in some heads.")  # fmt: skip
+                          f"{len(policy.layers)} of {len(figures.layers)} layers should stay in high precision, wholly or in some heads; "
+                          f"{recommend.share_in_mxfp8(figures, findings):.0%} of the heads run in MXFP8.")  # fmt: skip
     return verdicts, (
         "good",
         "Use MXFP8 attention everywhere.",
@@ -292,13 +304,13 @@ def main(argv: list[str] | None = None) -> int:
     progress.begin("baseline")
     try:
         subject = load(options, progress.update)
+        progress.end()
+        options.out.mkdir(parents=True, exist_ok=True)
+        result = measure(subject, progress, options.steps, limits)
     except subjects.Unsuitable as error:
         progress.close()
         print(f"validate: {error}", file=sys.stderr)
         return 2
-    progress.end()
-    options.out.mkdir(parents=True, exist_ok=True)
-    result = measure(subject, progress, options.steps, limits)
     progress.begin("report")
     files = write(subject, result, limits, options.out)
     progress.end()

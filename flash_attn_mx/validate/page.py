@@ -228,6 +228,7 @@ def _layer_table(figures: Figures, findings: list[Finding]) -> str:
         "turned into 0, worst head",
         "scales 2^",
         "largest |logit|",
+        "P / dS flushed",
     ]
     rows, found = [], []
     for name, layer in figures.layers.items():
@@ -247,10 +248,17 @@ def _layer_table(figures: Figures, findings: list[Finding]) -> str:
                 f"{max(max(e['to_zero']) for e in ends.values()):.2%}",
                 f"{low} to {high}",
                 f"{max(layer['largest_logit']):.0f}",
+                _flushed(figures.seen.get(name, {})),
             ]
         )
         found.append(any(f.name == name for f in findings))
     return _table(head, rows, found)
+
+
+def _flushed(seen: dict) -> str:
+    """Mass of P and share of dS that rounding turned into 0, as famx.monitor saw it."""
+    shares = (seen.get("p", {}).get("flushed_mass_share"), seen.get("ds", {}).get("flushed_share"))
+    return " / ".join("-" if share is None else f"{share:.2%}" for share in shares)
 
 
 GLOSSARY = {
@@ -261,6 +269,8 @@ GLOSSARY = {
     "bf16": "the yardstick: attention on operands rounded to bf16, the usual choice in practice.",
     "KL divergence": "how much information, in nats per token, the changed next-token distribution loses. 0 is no change.",
     "Outliers": "largest value over root mean square, in the worst head.",
+    "P / dS flushed": "share of the softmax weights' mass, and of dS's values, that rounding turned into 0 while the whole model ran "
+    "in MXFP8 (famx.monitor, on a sample).",
     "High precision": "the layer's attention is computed by torch's SDPA on the unrounded operands.",
 }
 

@@ -126,6 +126,13 @@ def without(figures: Figures, findings: list[Finding]) -> Figures:
     return dataclasses.replace(figures, layers=layers)
 
 
+def share_in_mxfp8(figures: Figures, findings: list[Finding]) -> float:
+    """Share of the model's query heads that no finding takes out of MXFP8."""
+    heads = {name: layer["heads"] for name, layer in figures.layers.items()}
+    out = sum(heads[f.name] if f.heads is None else len(f.heads) for f in findings)
+    return 1 - out / sum(heads.values())
+
+
 def layer_verdicts(figures: Figures, limits: Limits) -> list[Verdict]:
     """The worst layer for each tensor."""
     verdicts = []

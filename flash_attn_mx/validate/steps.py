@@ -204,14 +204,20 @@ def _group(name: str) -> str:
 
 def gradients(
     subject: Subject, schemes: dict, tell: Tell, pieces: int = 4
-) -> dict[str, dict[str, dict[str, float]]]:
-    """scheme -> block of parameters -> norm ratio and cosine of its gradient against fp32, on the same weights and text."""
-    ids = subject.training[:pieces]
+) -> tuple[dict[str, dict[str, dict[str, float]]], dict[str, dict]]:
+    """(scheme -> block of parameters -> norm ratio and cosine of its gradient against fp32, on the same weights and text;
+    what famx.monitor saw in each layer while all of them ran in MXFP8)."""
+    ids, seen = subject.training[:pieces], {}
 
     def gradient(scheme, policy=None) -> dict[str, Tensor]:
         subject.model.zero_grad(set_to_none=True)
         with subject.attention(scheme, policy):
-            subject.loss(ids).backward()
+            if scheme == MXFP8 and policy is None:
+                with famx.monitor(subject.model) as monitor:
+                    subject.loss(ids).backward()
+                seen.update(monitor.as_dict()["layers"])
+            else:
+                subject.loss(ids).backward()
         blocks: dict[str, list[Tensor]] = {}
         for name, parameter in subject.model.named_parameters():
             if parameter.grad is not None:
@@ -234,7 +240,7 @@ def gradients(
             for block, w in wanted.items()
             if w.norm() > 0
         }
-    return found
+    return found, seen
 
 
 def fine_tune(
@@ -286,3 +292,4 @@ class Figures:
     layers: dict[str, dict]
     gradients: dict
     fine_tune: dict
+    seen: dict[str, dict]

@@ -61,7 +61,7 @@ def layers_of(subject):
 
 
 def found(subject):
-    figures = steps.Figures({}, {}, layers_of(subject), {}, {})
+    figures = steps.Figures({}, {}, layers_of(subject), {}, {}, {})
     return recommend.find(figures, recommend.Limits()), figures
 
 
@@ -103,7 +103,7 @@ def test_overflowing_layer_is_found():
     call = next(iter(steps.capture(subject).values()))
     call.v[0, 1, 5, 3] = float("inf")
     layer = steps.layer_figures(call)
-    figures = steps.Figures({}, {}, {"l": layer}, {}, {})
+    figures = steps.Figures({}, {}, {"l": layer}, {}, {}, {})
     finding = recommend.find(figures, recommend.Limits())[0]
     assert "1 values of V are NaN or Inf" in finding.reason and finding.heads is None
 
@@ -159,7 +159,9 @@ def test_comparison_of_outputs_and_gradients():
     before = [p.clone() for p in subject.model.parameters()]
     results = steps.outputs(subject, steps.scheme_table(), nothing)
     assert results["fp32"]["kl"] == 0.0 < results["bf16"]["kl"] < results["mxfp8"]["kl"]
-    grads = steps.gradients(subject, steps.scheme_table(), nothing)
+    grads, seen = steps.gradients(subject, steps.scheme_table(), nothing)
+    assert list(seen) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert seen["model.layers.1.self_attn"]["ds"]["nonzero"] > 0
     for block in ("model.layers.0", "model.layers.1", "all parameters"):
         assert 1 > grads["bf16"][block]["cosine"] > grads["mxfp8"][block]["cosine"] > 0.95
         assert 0.9 < grads["mxfp8"][block]["norm_ratio"] < 1.1
@@ -188,7 +190,7 @@ def test_verdicts_follow_the_figures():
     tuned = {"losses": [1.0] * 5}
     limits = recommend.Limits()
     figures = steps.Figures(outputs, {}, {"l": layer}, {"mxfp8": good, steps.POLICY: good},
-                            dict.fromkeys(("fp32", "mxfp8", steps.POLICY), tuned))  # fmt: skip
+                            dict.fromkeys(("fp32", "mxfp8", steps.POLICY), tuned), {})  # fmt: skip
     finding = recommend.Finding("l", 0, None, "why")
     rule = famx.Policy(layers=(famx.LayerRule(0),))
     assert validate.judge(figures, [], famx.Policy(), limits)[1][:2] == (
@@ -300,6 +302,15 @@ def test_bad_options_are_told(arguments, message, capsys, tmp_path, monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert validate.main([*arguments, "--out", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_broken_model_is_refused(tmp_path, monkeypatch, capsys):
+    """A model whose own loss is NaN is no baseline."""
+    model = small_decoder(layers=1)
+    model.model.embed_tokens.weight.data[:] = float("nan")
+    monkeypatch.setattr(validate, "load", lambda options, tell: subject_of(model))
+    assert validate.main(["--demo", "gpt", "--out", str(tmp_path)]) == 2
+    assert "finite loss in fp32, got nan" in capsys.readouterr().err
 
 
 def test_missing_package_is_named(monkeypatch, capsys):
