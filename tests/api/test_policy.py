@@ -1,6 +1,8 @@
 """Policies for layers and heads: the rules, the file, and what a call then computes."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -187,3 +189,16 @@ def test_policy_file_that_is_not_json_raises(tmp_path):
             famx.load_policy(path)
     with pytest.raises(FileNotFoundError):
         famx.load_policy(tmp_path / "missing.json")
+
+
+def test_documented_file_and_snippet_work(tmp_path, monkeypatch):
+    """docs/validate.md: the JSON is a policy, the Python runs and leaves none."""
+    text = (Path(__file__).parents[2] / "docs" / "validate.md").read_text()
+    (example,) = re.findall(r"```json\n(.*?)```", text, flags=re.DOTALL)
+    rules = policy.from_dict(json.loads(example)).layers
+    assert rules[0].heads == (0, 5) and rules[1].fits("encoder.layer.3.attention")
+    monkeypatch.chdir(tmp_path)
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    exec(compile(snippet, "validate.md", "exec"), {})
+    assert policy.read("policy.json").layers[0].heads == (0, 5)
+    assert famx.get_policy() == famx.Policy()
