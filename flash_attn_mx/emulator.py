@@ -29,6 +29,7 @@ _SWIZZLES = {
     "128B_ATOM_64B": 6,
 }
 _FILLS = {"zero": 0, "nan": 1}
+_TRACE_EVENTS = 1_000_000  # of one cluster
 
 
 class EmulatorError(RuntimeError):
@@ -149,6 +150,7 @@ class Report:
 
     instructions: int  # warp instructions executed
     forms: dict  # isa.def form -> count
+    opcodes: dict  # instruction as written -> count
     warp_instructions: list  # of cluster 0, CTA by CTA
     mma: int
     mma_flop: int
@@ -212,7 +214,8 @@ class Kernel:
         return bytes(block)
 
     def launch(self, grid, block, args, cluster=(1, 1, 1), smem_bytes=0, *, order="eager", seed=0, checks=True, threads=1,
-               mma="model", buffers=(), undefined=(), timeout=600.0, memory=8 << 30, stack=512 << 10, printf_bytes=1 << 20):  # fmt: skip
+               mma="model", buffers=(), undefined=(), timeout=600.0, memory=8 << 30, stack=512 << 10, printf_bytes=1 << 20,
+               trace=None):  # fmt: skip
         """Runs the kernel to completion.
 
         Args:
@@ -229,6 +232,8 @@ class Kernel:
             fewer are resident if they need more, and a launch whose one cluster needs more is refused.
           stack: bytes of local memory per thread, frames of called functions included.
           printf_bytes: what printf may leave; later lines are dropped, and the last line of Report.output counts them.
+          trace: path of a trace to write (Chrome's trace-event format; open it at ui.perfetto.dev), also when the kernel
+            fails. The first million events of a cluster.
         Returns: Report.
         Raises: EmulatorError for anything the kernel does wrong, the time limit included; ValueError/TypeError for wrong
           arguments and for what exceeds memory= or stack=; KeyboardInterrupt.
@@ -251,11 +256,16 @@ class Kernel:
         used = list(buffers)
         block_bytes = self._pack(args, used)
         options = dict(grid=_dims(grid, "grid"), cluster=_dims(cluster, "cluster"), block=_dims(block, "block"), smem_bytes=smem_bytes, order=_ORDERS[order],
-                       seed=seed & (2**64 - 1), threads=threads, mma=_MMA[mma], timeout=float(timeout), memory=memory, stack=stack, printf_bytes=printf_bytes, checks=list(names))  # fmt: skip
+                       seed=seed & (2**64 - 1), threads=threads, mma=_MMA[mma], timeout=float(timeout), memory=memory, stack=stack, printf_bytes=printf_bytes, trace_events=_TRACE_EVENTS if trace else 0, checks=list(names))  # fmt: skip
         out = self._module._native.launch(
             self.name, block_bytes, _regions(used, undefined), options
         )
         error = out.pop("error")
+        if trace:
+            from flash_attn_mx import _emulator_trace
+
+            rows, dropped = out.pop("trace"), out.pop("trace_dropped")
+            _emulator_trace.write(trace, self.name, rows, dropped, options, error)
         if error:
             raise EmulatorError(error)
         return Report(**out)

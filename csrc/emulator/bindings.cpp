@@ -142,6 +142,21 @@ py::str to_text(const std::string& s) {
       PyUnicode_DecodeUTF8(s.data(), (Py_ssize_t)s.size(), "replace"));
 }
 
+// (kind, cluster, CTA, warp, reason or agent, line, opcode, begin, end, key, wanted, bytes)
+py::list trace_rows(const RunResult& r) {
+  static const char* const kind[] = {"wait", "issue", "async"};
+  static const char* const why[] = {"",       "mbarrier",   "named barrier",  "cluster barrier",
+                                    "lanes",  "bulk group", "cp.async group", "tensor memory",
+                                    "asleep", "registers"};
+  static const char* const agent[] = {"tcgen05", "copy", "cp.async", "tcgen05.st"};
+  py::list rows;
+  for (auto& e : r.trace)
+    rows.append(py::make_tuple(kind[e.kind], e.cluster, e.cta, e.warp,
+                               e.kind == TraceEvent::Wait ? why[(int)e.why] : agent[e.agent],
+                               e.in->line, e.in->text, e.begin, e.end, e.key, e.want, e.bytes));
+  return rows;
+}
+
 // Ctrl-C stops a launch. Asked by the thread that called launch; the GIL is taken ten times a second.
 std::function<bool()> ask_python() {
   using clock = std::chrono::steady_clock;
@@ -169,6 +184,7 @@ py::dict PyModule::launch(
   m.opt.timeout_s = o["timeout"].cast<double>();
   m.opt.memory = o["memory"].cast<uint64_t>(), m.opt.stack = o["stack"].cast<uint64_t>(),
   m.opt.printf_bytes = o["printf_bytes"].cast<uint64_t>();
+  m.opt.trace_events = o["trace_events"].cast<uint64_t>();
   m.opt.interrupted = ask_python();
   auto c = o["checks"].cast<std::vector<std::string>>();
   auto on = [&](const char* k) { return std::find(c.begin(), c.end(), k) != c.end(); };
@@ -201,16 +217,22 @@ py::dict PyModule::launch(
     r = run_machine(m);
   }
   if (PyErr_Occurred()) throw py::error_already_set();
-  py::dict d, forms;
-  for (size_t i = 0; i < r.form_count.size(); ++i)
-    if (r.form_count[i]) forms[isa_table()[i].pattern] = r.form_count[i];
+  py::dict d;
+  std::unordered_map<std::string, uint64_t> forms, opcodes;
+  for (size_t i = 0; i < r.executed.size(); ++i) {
+    if (!r.executed[i]) continue;
+    const Instr& in = m.prog->code[i];
+    forms[isa_table()[in.form].pattern] += r.executed[i], opcodes[in.text] += r.executed[i];
+  }
   py::list output;
   for (auto& line : r.output) output.append(to_text(line));
   if (r.output_dropped)
     output.append("[" + std::to_string(r.output_dropped) + " further printf calls dropped: the " +
                   std::to_string(m.opt.printf_bytes) + " bytes of printf_bytes= are full]");
-  d["error"] = to_text(r.error), d["forms"] = forms, d["warp_instructions"] = r.warp_insns;
+  d["error"] = to_text(r.error), d["forms"] = forms, d["opcodes"] = opcodes,
+  d["warp_instructions"] = r.warp_insns;
   d["output"] = output;
+  if (m.opt.trace_events) d["trace"] = trace_rows(r), d["trace_dropped"] = r.trace_dropped;
   d["instructions"] = r.insns, d["mma"] = r.mma, d["mma_flop"] = r.mma_flop,
   d["tma_load_bytes"] = r.tma_load, d["tma_store_bytes"] = r.tma_store;
   d["global_load_bytes"] = r.global_ld, d["global_store_bytes"] = r.global_st,

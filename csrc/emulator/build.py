@@ -31,12 +31,15 @@ def stale(obj):
     return any(not os.path.exists(f) or os.path.getmtime(f) > obj.stat().st_mtime for f in used)
 
 
-def objects(jobs=2):
-    """Compiles what changed into build/emulator; returns the object files and whether any is new."""
+def objects(jobs=2, out=None, flags=FLAGS, own_flags=(), more=()):
+    """Compiles what changed into `out` (build/emulator); returns the object files and whether any is new.
+
+    own_flags: of the emulator's files only.  more: further sources. (The fuzzers build with sanitizers.)
+    """
     import pybind11
 
     src = pathlib.Path(__file__).resolve().parent
-    out = src.parent.parent / "build" / "emulator"
+    out = out or src.parent.parent / "build" / "emulator"
     out.mkdir(parents=True, exist_ok=True)
     inc = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
 
@@ -44,23 +47,30 @@ def objects(jobs=2):
         obj = out / (cpp.stem + ".o")
         if not stale(obj):
             return obj, False
-        subprocess.run(["g++", *FLAGS, *inc, "-MMD", "-c", str(cpp), "-o", str(obj)], check=True)
+        extra = () if cpp in more else own_flags
+        command = ["g++", *flags, *extra, *inc, "-MMD", "-c", str(cpp), "-o", str(obj)]
+        subprocess.run(command, check=True)
         return obj, True
 
     with ThreadPoolExecutor(jobs) as pool:
-        done = list(pool.map(compile_one, sorted(src.glob("*.cpp"))))
+        done = list(pool.map(compile_one, [*sorted(src.glob("*.cpp")), *more]))
     return [o for o, _ in done], any(new for _, new in done)
+
+
+def link(target, done, new, flags=()):
+    """Links objects into an extension, if any is new."""
+    if new or not target.exists():
+        target.parent.mkdir(exist_ok=True)
+        command = ["g++", "-shared", "-pthread", *flags, *map(str, done), "-o", str(target)]
+        subprocess.run(command, check=True)
+    return target
 
 
 def build(jobs=2):
     """Compiles what changed and links; returns the path of the extension."""
     root = pathlib.Path(__file__).resolve().parents[2]
     target = root / "flash_attn_mx" / ("_emulator" + sysconfig.get_config_var("EXT_SUFFIX"))
-    done, new = objects(jobs)
-    if new or not target.exists():
-        target.parent.mkdir(exist_ok=True)
-        subprocess.run(["g++", "-shared", "-pthread", *map(str, done), "-o", str(target)], check=True)  # fmt: skip
-    return target
+    return link(target, *objects(jobs))
 
 
 if __name__ == "__main__":

@@ -265,6 +265,7 @@ void Compiler::run() {
     in.line = ri.line;
     in.form = (uint16_t)f->second;
     in.text = ri.op.c_str();
+    if (ri.linked) in.flags |= kLinked;
     if (ri.guard >= 0)
       in.guarded = true, in.guard_neg = ri.guard_neg, in.guard_off = raw_.regs[ri.guard].off;
     std::vector<Operand> ops;
@@ -302,6 +303,7 @@ void Compiler::run() {
 std::unique_ptr<ModuleData> load_module(const std::string& text) {
   auto m = std::make_unique<ModuleData>();
   m->raw = parse_ptx(text);
+  link_calls(*m->raw);
   for (auto& s : m->raw->syms) {
     if (s->space != Space::Global && s->space != Space::Const) continue;
     size_t n = std::max<uint64_t>(s->size, 1);

@@ -52,6 +52,39 @@ void do_exit(Exec& x, const Instr&, uint32_t mask) {
   x.ctl = Exec::Exit;
   x.taken = mask;
 }
+// Copies per lane within local memory: {from, to, bytes, from, …}.
+void copy_arguments(Exec& x, const Operand& list, uint32_t lanes) {
+  const size_t n = x.w->local.size() / 32;
+  for (uint32_t m = lanes; m; m &= m - 1) {
+    uint8_t* p = x.w->local.data() + first_lane(m) * n;
+    for (uint32_t i = 0; i + 2 < list.count; i += 3)
+      std::memcpy(p + list.sub[i + 1].imm, p + list.sub[i].imm, (size_t)list.sub[i + 2].imm);
+  }
+}
+
+// A call of a function of the module (link.cpp): arguments, results, "is inside" predicate, the
+// function's return address, its first instruction. A lane comes here twice: to go in, and back.
+void do_call(Exec& x, const Instr& in, uint32_t mask) {
+  const uint32_t back = pred(x, in.op[2]) & mask, fresh = mask & ~back;
+  if (!fresh) {
+    copy_arguments(x, in.op[1], back);
+    return put_pred(x, in.op[2], 0, back);
+  }
+  copy_arguments(x, in.op[0], fresh);
+  put_pred(x, in.op[2], kFull, fresh);
+  uint32_t pc[32];
+  for (auto& p : pc) p = x.g->pc;
+  put(x, in.op[3], pc, fresh);
+  x.ctl = Exec::Branch, x.taken = fresh, x.stay = true, x.to = (uint32_t)in.op[4].imm;
+}
+
+void do_ret(Exec& x, const Instr& in, uint32_t mask) {  // lanes of one call site at a time
+  const uint32_t* pc = reinterpret_cast<const uint32_t*>(x.w->regs.get() + in.op[0].off);
+  x.ctl = Exec::Branch, x.taken = 0, x.stay = true, x.to = pc[first_lane(mask)];
+  for (uint32_t m = mask; m; m &= m - 1)
+    if (pc[first_lane(m)] == x.to) x.taken |= m & -m;
+}
+
 void do_trap(Exec&, const Instr& in, uint32_t) {
   throw Fault("trap", std::string(in.text) + " executed");
 }
@@ -470,13 +503,18 @@ ExecFn bra(Decode& d) {
   d.in.target = (int32_t)d.ops[0].imm;
   return &do_bra;
 }
-ExecFn exit_(Decode&) { return &do_exit; }
+ExecFn exit_(Decode& d) {
+  if (d.in.flags & kLinked) return &do_ret;
+  d.want(0, 0);
+  return &do_exit;
+}
 ExecFn trap(Decode&) { return &do_trap; }
 ExecFn nanosleep(Decode& d) {
   d.want(1, 1), d.data(0);
   return &do_nanosleep;
 }
 ExecFn call(Decode& d) {
+  if (d.in.flags & kLinked) return &do_call;
   std::string n = d.ops[1].name;
   auto addresses = [&](size_t k) {
     for (size_t i = 0; i < k; ++i)
@@ -485,7 +523,7 @@ ExecFn call(Decode& d) {
   };
   if (n == "vprintf") return addresses(2), &do_printf;
   if (n == "__assertfail" || n == "__assert_fail") return addresses(1), &do_assertfail;
-  d.fail("call of " + n + " is not supported (only vprintf and __assertfail)");
+  d.fail("call of " + n + ", which is no function of this module");
 }
 ExecFn setmaxnreg(Decode& d) {
   d.want(1, 1);
@@ -544,7 +582,7 @@ ExecFn barrier_red(Decode& d) {
   uint32_t red = d.has("and") ? 1 : d.has("or") ? 2 : 3;
   red == 3 ? d.dst(0) : d.pred_op(0);
   d.values(1, d.ops.size() - 1), d.pred_op(d.ops.size() - 1);
-  d.in.aux[0] = 1 | 2 | red << 8;
+  d.in.aux[0] = 1 | (d.mods[0] == "bar" || d.has("aligned") ? 2 : 0) | red << 8;
   d.in.aux[1] = 1;
   d.in.aux[2] = (uint32_t)d.ops.size() - 2;
   return &do_barrier;

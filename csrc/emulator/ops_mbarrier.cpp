@@ -208,6 +208,7 @@ void do_cp_async(
   AsyncOp op;
   op.kind = AsyncOp::CpAsync;
   op.origin = where(x);
+  op.bytes = (uint32_t)copies.size() * bytes;
   op.run = [copies, counts, bytes] {
     for (auto& c : copies) {
       std::memset(c.dst.p, 0, bytes);

@@ -319,6 +319,7 @@ void do_st_async(Exec& x, const Instr& in, uint32_t mask) {  // aux: element byt
     for (uint32_t k = 0; k < n; ++k) store_value(x, elems[k], l, buf.data() + k * eb, eb);
     AsyncOp op;
     op.origin = where(x);
+    op.bytes = (uint32_t)buf.size();
     op.run = [cl = x.cl, dst, bar, buf] {
       std::memcpy(dst.p, buf.data(), buf.size());
       async_write(*dst.cta, dst.off, (uint32_t)buf.size());
@@ -372,7 +373,6 @@ ExecFn st(Decode& d) {
 ExecFn atom(Decode& d) {
   bool red = d.mods[0] == "red";
   d.want(red ? 2 : 3, 5), d.mem(red ? 0 : 1);
-  if (d.type() == Ty::B128) d.fail("128-bit atomics are not supported");
   if (!red) d.dst(0);
   uint32_t n = vector_len(d);
   if (n > 1)

@@ -194,7 +194,7 @@ void do_wait(Exec& x, const Instr& in, uint32_t) {
   if (!converge(x, kFull)) return;
   if (!in.aux[0]) return;  // ld: results were delivered at issue
   while (!x.w->tmem_st.empty()) {
-    x.w->tmem_st.front().run();
+    perform(*x.cl, x.w->tmem_st.front());
     x.w->tmem_st.pop_front();
   }
 }

@@ -203,6 +203,7 @@ void do_tma_load(Exec& x, const Instr& in, uint32_t mask) {  // aux: rank, cta_g
       run_tensor_load(*cl->m, t, cc.data(), to);
       complete(*cl, to, bytes, (uint32_t)t.tx_bytes());
     };
+    op.bytes = bytes;
     x.cl->stat_tma_load += bytes;
     submit(x, std::move(op));
   }
@@ -288,6 +289,7 @@ void do_tma_store(Exec& x, const Instr& in, uint32_t mask) {  // aux: rank, redu
       });
       --*count;
     };
+    op.bytes = bytes;
     x.cl->stat_tma_store += bytes;
     submit(x, std::move(op));
   }
@@ -322,6 +324,7 @@ void do_bulk_load(Exec& x, const Instr& in, uint32_t mask) {  // aux: multicast
       for (auto& d : to) std::memcpy(d.data.p, p, n);
       complete(*cl, to, n, n);
     };
+    op.bytes = n;
     x.cl->stat_tma_load += n;
     submit(x, std::move(op));
   }
@@ -340,6 +343,7 @@ void do_bulk_s2s(Exec& x, const Instr& in, uint32_t mask) {
     AsyncOp op;
     op.origin = where(x);
     op.reads.push_back({r.cta->rank, r.off, r.off + n});
+    op.bytes = n;
     op.run = [cl = x.cl, r, n, to] {
       std::memmove(to[0].data.p, r.p, n);
       complete(*cl, to, n, n);
@@ -371,6 +375,7 @@ void do_bulk_store(Exec& x, const Instr& in, uint32_t mask) {  // aux: reduce, o
         std::memcpy(p, r.p, n);
       --*count;
     };
+    op.bytes = n;
     x.cl->stat_tma_store += n;
     submit(x, std::move(op));
   }

@@ -495,6 +495,7 @@ void Parser::param_list(RawKernel* k) {
     expect('.');
     std::string d = dotted();
     if (d != "param" && d != "reg") fail("expected .param");
+    p.is_reg = d == "reg";
     uint32_t elem = 0, align = 0;
     for (;;) {
       skip();
@@ -557,9 +558,10 @@ void Parser::entry(bool is_entry) {
   k->line = line_;
   k->is_entry = is_entry;
   skip();
-  if (!is_entry && peek() == '(') {  // return values of a .func
+  if (!is_entry && peek() == '(') {
     RawKernel ret;
     param_list(&ret);
+    k->rets = std::move(ret.params);
   }
   k->name = ident();
   skip();
@@ -597,15 +599,21 @@ void Parser::entry(bool is_entry) {
   k_ = k.get();
   m_->kernels.push_back(std::move(k));
   push_scope();
-  for (auto& p : k_->params) {
+  auto declare = [&](RawParam& p) {
     auto sym = std::make_unique<Symbol>();
     sym->name = p.name;
-    sym->space = Space::Param;
+    sym->space = is_entry ? Space::Param : Space::Local;
     sym->size = p.size;
+    if (!is_entry) {  // a function's parameters are thread-local, as call arguments are
+      p.offset = (k_->local_bytes + p.align - 1) / p.align * p.align;
+      k_->local_bytes = p.offset + p.size;
+    }
     sym->addr = p.offset;
     scopes_.back().syms[p.name] = sym.get();
     k_->syms.push_back(std::move(sym));
-  }
+  };
+  for (auto& p : k_->params) declare(p);
+  for (auto& p : k_->rets) declare(p);
 }
 
 void Parser::call(RawInsn* in) {

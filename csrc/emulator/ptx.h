@@ -70,12 +70,15 @@ struct RawInsn {
   int scope = 0;
   int guard = -1;  // predicate register, -1 = none
   bool guard_neg = false;
+  bool linked = false;  // operands are the linker's (link.cpp)
   std::vector<RawOp> ops;
 };
 
 struct RawParam {
   std::string name;
-  uint32_t size = 0, align = 1, offset = 0;
+  uint32_t size = 0, align = 1;
+  uint32_t offset = 0;  // in the parameter block; of a function: in its local memory
+  bool is_reg = false;
   std::string type;
 };
 
@@ -83,7 +86,7 @@ struct RawKernel {
   std::string name;
   int line = 0;
   bool is_entry = true;
-  std::vector<RawParam> params;
+  std::vector<RawParam> params, rets;  // rets: of a function
   uint32_t param_bytes = 0;
   std::vector<Reg> regs;
   uint32_t reg_bytes = 0;
@@ -105,5 +108,9 @@ struct RawModule {
 // Throws ParseError. The text need not be NUL-free or valid; nothing else is thrown for malformed
 // input.
 std::unique_ptr<RawModule> parse_ptx(const std::string& text);
+
+// Gives every entry the code of the functions that it calls. Throws ParseError at a call that cannot
+// be run: of an unknown function, through a register, recursive, or with other arguments.
+void link_calls(RawModule& m);
 
 }  // namespace flash_attn_mx::emu

@@ -47,6 +47,27 @@ std::string where(const Exec& x) {
 }
 
 namespace {
+void trace_event(Cluster& cl, TraceEvent e, const Warp& w) {
+  if (cl.trace.size() >= cl.m->opt.trace_events) return void(++cl.trace_dropped);
+  e.cluster = cl.id, e.cta = w.cta->rank, e.warp = (uint16_t)w.id;
+  e.end = cl.stat_insn;
+  cl.trace.push_back(e);
+}
+
+void trace_async(Cluster& cl, const AsyncOp& op, TraceEvent::Kind kind) {
+  TraceEvent e;
+  e.kind = kind, e.agent = op.kind, e.in = op.in, e.begin = op.issued, e.bytes = op.bytes;
+  trace_event(cl, e, *op.warp);
+}
+
+void trace_wait(Cluster& cl, const Warp& w, Group& g, const Instr& in) {
+  TraceEvent e;
+  e.why = g.waits.why, e.in = &in, e.begin = g.waits.since - 1, e.key = g.waits.key,
+  e.want = g.waits.want;
+  g.waits.since = 0;
+  trace_event(cl, e, w);
+}
+
 // What a kernel issues without ever waiting must not fill the host's memory: the oldest operation of
 // a full queue happens, as hardware's queues are short as well.
 template <class Queue>
@@ -56,16 +77,23 @@ void make_room(Cluster& cl, Queue& q) {
   q.erase(q.begin());
   count_reads(cl, op, -1);
   try {
-    op.run();
+    perform(cl, op);
   } catch (const Fault& f) {
     throw Fault(f.check, "asynchronous " + op.origin + ": " + f.what());
   }
 }
 }  // namespace
 
+void perform(Cluster& cl, AsyncOp& op) {
+  op.run();
+  if (cl.tracing) trace_async(cl, op, TraceEvent::Async);
+}
+
 void submit(Exec& x, AsyncOp&& op) {
   ++x.cl->events;
-  if (x.m->opt.order == Order::Eager) return op.run();
+  op.in = x.in, op.warp = x.w, op.issued = x.cl->stat_insn;
+  if (x.cl->tracing) trace_async(*x.cl, op, TraceEvent::Issue);
+  if (x.m->opt.order == Order::Eager) return perform(*x.cl, op);
   count_reads(*x.cl, op, 1);
   switch (op.kind) {
     case AsyncOp::Tc:
@@ -101,7 +129,7 @@ class Runner {
   void set_special(Cta& c, Warp& w, const std::string& n, const Operand& o);
   bool slice(Warp& w, int budget);
   bool pick(Warp& w);
-  void split_or_move(Warp& w, Group& g, uint32_t taken, uint32_t target);
+  void split_or_move(Warp& w, Group& g, uint32_t taken, uint32_t target, bool stay);
   void merge(Warp& w);
   void leave(Warp& w, uint32_t lanes);
   bool run_async();
@@ -127,7 +155,8 @@ Runner::Runner(Machine& m, uint32_t id) : m_(m), p_(*m.prog) {
   uint32_t nx = o.grid[0] / o.cluster[0], ny = o.grid[1] / o.cluster[1];
   cl_.cid[0] = id % nx, cl_.cid[1] = id / nx % ny, cl_.cid[2] = id / nx / ny;
   cl_.rng = o.seed * 0x9E3779B97F4A7C15ull + id;
-  cl_.form_count.resize(isa_table().size());
+  cl_.executed.resize(p_.code.size());
+  cl_.tracing = o.trace_events > 0;
   const uint32_t n_ctas = o.cluster[0] * o.cluster[1] * o.cluster[2],
                  threads = o.block[0] * o.block[1] * o.block[2];
   for (uint32_t r = 0; r < n_ctas; ++r) {
@@ -247,6 +276,7 @@ void Runner::merge(Warp& w) {
   for (size_t i = 0; i < w.groups.size(); ++i) {
     Group& o = w.groups[i];
     if (i == w.cur || o.pc != g.pc || o.arrived || g.arrived) continue;
+    if (o.waits.since) trace_wait(cl_, w, o, p_.code[o.pc]);
     g.mask |= o.mask;
     g.why = Why::Run;
     g.timed_out = false;
@@ -256,7 +286,8 @@ void Runner::merge(Warp& w) {
   }
 }
 
-void Runner::split_or_move(Warp& w, Group& g, uint32_t taken, uint32_t target) {
+// The lanes `taken` go to the target, the others of the group to the next instruction, or nowhere.
+void Runner::split_or_move(Warp& w, Group& g, uint32_t taken, uint32_t target, bool stay) {
   if (taken == g.mask) {
     g.pc = target;
   } else {
@@ -264,7 +295,7 @@ void Runner::split_or_move(Warp& w, Group& g, uint32_t taken, uint32_t target) {
     other.mask = taken;
     other.pc = target;
     g.mask &= ~taken;
-    ++g.pc;
+    if (!stay) ++g.pc;
     w.groups.push_back(other);  // invalidates g
     size_t last = w.groups.size() - 1;
     size_t keep = w.cur;
@@ -334,18 +365,21 @@ bool Runner::slice(Warp& w, int budget) {
       }
       if (in.fn && mask) in.fn(x, in, mask);
       if (x.ctl == Exec::Block) {
+        if (cl_.tracing && !g->waits.since) g->waits = {cl_.stat_insn + 1, g->key, g->want, g->why};
         const bool slept = g->why == Why::Yield;
         if (!pinned && w.groups.size() > 1 && pick(w) && &w.groups[w.cur] != g) continue;
         return did || slept;
       }
+      if (cl_.tracing && g->waits.since) trace_wait(cl_, w, *g, in);
       did = true;
-      ++cl_.form_count[in.form];
+      ++cl_.executed[g->pc];
       ++w.executed;
       ++cl_.stat_insn;
       if (x.ctl == Exec::Next) {
         ++g->pc;
       } else if (x.ctl == Exec::Branch) {
-        split_or_move(w, *g, x.taken, (uint32_t)in.target);
+        split_or_move(w, *g, x.taken, x.stay ? x.to : (uint32_t)in.target, x.stay);
+        x.stay = false;
       } else {
         leave(w, x.taken);
         if (!w.live || pinned || !pick(w)) return true;
@@ -400,7 +434,7 @@ bool Runner::run_async() {
   count_reads(cl_, op, -1);
   ++cl_.events;
   try {
-    op.run();
+    perform(cl_, op);
   } catch (const Fault& f) {
     throw std::runtime_error(p_.name + ": cluster " + std::to_string(cl_.id) + ": asynchronous " +
                              op.origin + ": [" + f.check + "] " + f.what());
@@ -585,8 +619,8 @@ std::string Runner::fault_text(const Fault& f, const Exec& x) {
 }
 
 void collect(RunResult* r, Cluster& c) {
-  if (r->form_count.empty()) r->form_count.resize(c.form_count.size());
-  for (size_t i = 0; i < c.form_count.size(); ++i) r->form_count[i] += c.form_count[i];
+  r->executed.resize(c.executed.size());
+  for (size_t i = 0; i < c.executed.size(); ++i) r->executed[i] += c.executed[i];
   // The buffer is the launch's: what does not fit behind other clusters' lines is dropped as well.
   for (auto& o : c.output) {
     if (r->output_bytes + o.size() + 64 > c.m->opt.printf_bytes) {
@@ -597,6 +631,8 @@ void collect(RunResult* r, Cluster& c) {
     r->output.push_back(std::move(o));
   }
   r->output_dropped += c.output_dropped;
+  r->trace.insert(r->trace.end(), c.trace.begin(), c.trace.end());
+  r->trace_dropped += c.trace_dropped;
   r->insns += c.stat_insn, r->mma += c.stat_mma, r->mma_flop += c.stat_mma_flop,
       r->tma_load += c.stat_tma_load, r->tma_store += c.stat_tma_store;
   r->global_ld += c.stat_global_ld, r->global_st += c.stat_global_st, r->waits += c.stat_waits;

@@ -10,14 +10,17 @@ namespace flash_attn_mx::emu {
 // until the scheduler runs it: in `delayed` order only when no warp can go on without it, in
 // `random` order at any time.
 void submit(Exec& x, AsyncOp&& op);
-std::string where(const Exec& x);  // "line N opcode (CTA c warp w)"
+void perform(Cluster& cl, AsyncOp& op);  // runs it now
+std::string where(const Exec& x);        // "line N opcode (CTA c warp w)"
 
 struct RunResult {
-  std::string error;  // empty = ran to completion
-  std::vector<uint64_t> form_count;
+  std::string error;                 // empty = ran to completion
+  std::vector<uint64_t> executed;    // per instruction of the program
   std::vector<uint64_t> warp_insns;  // of cluster 0: per CTA and warp
   std::vector<std::string> output;
   uint64_t output_bytes = 0, output_dropped = 0;
+  std::vector<TraceEvent> trace;
+  uint64_t trace_dropped = 0;
   uint64_t insns = 0, mma = 0, mma_flop = 0, tma_load = 0, tma_store = 0, global_ld = 0,
            global_st = 0, waits = 0;
 };

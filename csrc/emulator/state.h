@@ -79,7 +79,7 @@ struct Instr {
   uint32_t aux[4] = {0, 0, 0, 0};  // meaning belongs to the decoder that set fn
   const char* text = "";           // opcode as written
 };
-enum InstrFlags : uint8_t { kReadsClock = 1 };
+enum InstrFlags : uint8_t { kReadsClock = 1, kLinked = 2 };
 
 enum class Why : uint8_t {
   Run,
@@ -105,7 +105,13 @@ struct Group {
   uint64_t key = 0, want = 0;      // for reports: barrier address or id, phase or count
   const uint64_t* poll = nullptr;  // still blocked while (*poll & poll_mask) == poll_val
   uint64_t poll_mask = 0, poll_val = 0;
+  struct {  // for the trace: since when it is blocked (time + 1; 0: it is not), and on what
+    uint64_t since = 0, key = 0, want = 0;
+    Why why = Why::Run;
+  } waits;
 };
+
+struct Warp;
 
 struct AsyncOp {
   enum Kind : uint8_t { Tc, Dma, CpAsync, TmemSt } kind = Dma;  // all but Dma are in order per warp
@@ -116,6 +122,22 @@ struct AsyncOp {
   };
   std::vector<Range> reads;
   bool signal_only = false;  // a commit: harmless if a CTA exits before it
+  // For the trace; submit() fills in all but bytes.
+  uint32_t bytes = 0;
+  const Instr* in = nullptr;
+  const Warp* warp = nullptr;
+  uint64_t issued = 0;
+};
+
+// One bar of a trace. Times are warp instructions that the cluster has executed.
+struct TraceEvent {
+  enum Kind : uint8_t { Wait, Issue, Async } kind = Wait;
+  Why why = Why::Run;                  // Wait
+  AsyncOp::Kind agent = AsyncOp::Dma;  // Issue, Async
+  uint16_t warp = 0;                   // that waits or issued it
+  uint32_t cluster = 0, cta = 0, bytes = 0;
+  const Instr* in = nullptr;
+  uint64_t begin = 0, end = 0, key = 0, want = 0;  // key, want: as in Group
 };
 
 struct BulkGroups {  // per thread: bulk_group bookkeeping; values = operations not yet performed
@@ -193,10 +215,13 @@ struct Cluster {
   uint64_t events = 0;  // anything that could unblock somebody
   uint32_t time = 1;    // counts shared-memory writes, for proxy tracking
   uint64_t barrier_gen = 0;
-  uint32_t barrier_arrived = 0;  // lanes
-  std::vector<uint64_t> form_count;
+  uint32_t barrier_arrived = 0;     // lanes
+  std::vector<uint64_t> executed;   // per instruction of the program
   std::vector<std::string> output;  // printf
   uint64_t output_bytes = 0, output_dropped = 0;
+  bool tracing = false;
+  std::vector<TraceEvent> trace;
+  uint64_t trace_dropped = 0;
   uint64_t stat_mma = 0, stat_mma_flop = 0, stat_tma_load = 0, stat_tma_store = 0,
            stat_global_ld = 0, stat_global_st = 0, stat_waits = 0, stat_insn = 0;
   int stuck_rounds = 0;
@@ -242,6 +267,7 @@ struct Options {
   double timeout_s = 600;
   uint64_t memory = 8ull << 30;       // bytes of all resident clusters
   uint64_t stack = 512u << 10;        // bytes of local memory per thread
+  uint64_t trace_events = 0;          // of one cluster; 0: no trace
   uint64_t printf_bytes = 1u << 20;   // per cluster
   std::function<bool()> interrupted;  // asked now and then by the calling thread: stop?
   Checks checks;
@@ -271,6 +297,9 @@ struct Exec {
   const Instr* in = nullptr;
   enum Ctl : uint8_t { Next, Block, Branch, Exit } ctl = Next;
   uint32_t taken = 0;  // Branch: lanes that go to the target
+  // Branch of a call or ret: where to, and the other lanes execute the instruction again.
+  bool stay = false;
+  uint32_t to = 0;
 
   // Suspends the group at this instruction; it is executed again when *poll changes (or on every
   // pass, if null).

@@ -6,8 +6,11 @@ An edit finds its place by role and by the order of the source (csrc/kernels/att
 one that finds nothing is an error.
 """
 
+import pathlib
 import re
+import shutil
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from typing import Callable
@@ -252,13 +255,20 @@ class Problem:
 
     def verdict(self, ptx, order, seed):
         """ "", the name of the check that stopped the kernel, or "wrong"."""
+        path = PTX
+        if ptx != PTX.read_text():  # the host path takes files
+            path = pathlib.Path(tempfile.mkdtemp(prefix="famx-mutation-")) / PTX.name
+            path.write_text(ptx)
         try:
-            out, lse, _ = run(ptx, self.ops, window=self.window, out_dtype=torch.bfloat16, order=order, seed=seed, timeout=30)  # fmt: skip
+            out, lse, _ = run(path, self.ops, window=self.window, out_dtype=torch.bfloat16, order=order, seed=seed, timeout=30)  # fmt: skip
         except emulator.PtxError:
             return "load"
         except emulator.EmulatorError as e:
             m = re.search(r"\[([a-z-]+)\]", str(e))
             return m.group(1) if m else str(e)[:60]
+        finally:
+            if path != PTX:
+                shutil.rmtree(path.parent)
         want = self.out.double()
         error = (out.double() - want).norm() / want.norm()
         error_lse = (lse - self.lse).abs().max()
