@@ -1,6 +1,6 @@
 # Every target does its own set-up. A fresh machine needs Python >= 3.10 with venv, a C++17 compiler
 # and access to the package registries; nothing here needs a GPU or a system CUDA.
-#   make demo | test | test-slow | test-emulated | test-peers | lint | bench | kernels-report | wheel | clean | distclean
+#   make demo | test | test-slow | test-emulated | test-peers | fuzz | lint | bench | kernels-report | wheel | clean | distclean
 # PYTHON=python3.12 chooses the interpreter; ARGS="..." goes to the command that a target runs.
 
 SHELL := /bin/bash
@@ -21,7 +21,7 @@ GPU := not gpu_sm90 and not gpu_sm100
 BUILD_INPUTS := setup.py pyproject.toml flash_attn_mx/_env.py flash_attn_mx/_version.py \
                 $(shell find csrc -type f)
 
-.PHONY: help demo test test-slow test-emulated test-peers lint bench kernels-report wheel clean distclean
+.PHONY: help demo test test-slow test-emulated test-peers fuzz lint bench kernels-report wheel clean distclean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -41,6 +41,12 @@ test-slow: $(VENV)/.built
 # The API's tests once more, on the sm_100 kernels in the emulator.
 test-emulated: $(VENV)/.built
 	$(PYTEST) tests/api --backend emulator -m "not slow and $(GPU)" $(ARGS)
+
+# The emulator's loader and its launch, five minutes each, under AddressSanitizer and UBSan (wants gcc and its libasan).
+# What kills or hangs it is kept in build/fuzz/crashes; `python tests/emulator/fuzz_launch.py --replay FILE` repeats it.
+fuzz: $(VENV)/.built
+	$(PY) tests/emulator/fuzz_parser.py --seconds 300 $(ARGS)
+	$(PY) tests/emulator/fuzz_launch.py --seconds 300 $(ARGS)
 
 # Other projects' kernels in the emulator (docs/emulator.md). Their packages want a CPU build of torch and more than
 # 1 GB besides, so they have a venv of their own. ARGS="tutorial_0* fa4_fwd_bf16_d128 --orders eager" chooses.

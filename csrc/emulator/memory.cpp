@@ -228,10 +228,13 @@ void check_written(const Cta& c, uint32_t off, uint32_t bytes, const char* what)
                             ": byte " + hex(bad) + " was never written");
 }
 
-void note_generic_write(Exec& x, Cta& c, uint32_t off, uint32_t bytes, int lane) {
+void note_generic_write(Exec& x, Cta& c, uint32_t off, uint32_t bytes, int) {
   mark_written(c, off, bytes);
+  note_unfenced(x, c, off, bytes);
+}
+
+void note_unfenced(Exec& x, Cta& c, uint32_t off, uint32_t bytes) {
   if (c.write_time.empty()) return;
-  (void)lane;
   for (uint32_t g = off >> 4; g <= (off + bytes - 1) >> 4; ++g) {
     c.write_time[g] = x.cl->time;
     c.writer[g] = (uint16_t)(x.cta->rank * 64 + x.w->id);

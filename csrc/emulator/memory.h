@@ -36,6 +36,8 @@ void check_written(const Cta& c, uint32_t off, uint32_t bytes, const char* what)
 
 // Proxy rules. note_generic_write: st/atom; async_write: TMA data; check_async_read: what TMA
 // store, MMA and cp read.
+// What cp.async writes: note_unfenced at issue, mark_written once the bytes are there.
+void note_unfenced(Exec& x, Cta& c, uint32_t off, uint32_t bytes);
 void note_generic_write(Exec& x, Cta& c, uint32_t off, uint32_t bytes, int lane);
 void async_write(Cta& c, uint32_t off, uint32_t bytes);
 void check_async_read(Cta& c, uint32_t off, uint32_t bytes, const char* what);

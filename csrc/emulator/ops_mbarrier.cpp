@@ -199,7 +199,7 @@ void do_cp_async(
     }
     c.src = c.n ? resolve(x, Space::Global, s, c.n, Access::Read, l, 1).p : nullptr;
     if (x.cl->pending_reads) check_no_pending_read(*x.cl, *c.dst.cta, c.dst.off, bytes, "cp.async");
-    note_generic_write(x, *c.dst.cta, c.dst.off, bytes, l);
+    note_unfenced(x, *c.dst.cta, c.dst.off, bytes);
     copies.push_back(c);
     auto& g = x.w->cpasync[l];
     ++*g.open;
@@ -213,6 +213,7 @@ void do_cp_async(
     for (auto& c : copies) {
       std::memset(c.dst.p, 0, bytes);
       if (c.n) std::memcpy(c.dst.p, c.src, c.n);
+      mark_written(*c.dst.cta, c.dst.off, bytes);
     }
     for (auto& n : counts) --*n;
   };
