@@ -103,4 +103,20 @@ struct BwdPostprocessParams {
   float softmax_scale;
 };
 
+// Rowwise and colwise scales are plain bytes, contiguous, or with `atoms` the atoms described above (head_dim <= 128). Payloads are
+// contiguous (batch, tokens, heads, head_dim). An axis whose payload is null is not wanted.
+struct QuantizeParams {
+  const void* x;
+  uint8_t *row, *row_scale, *col, *col_scale, *tok, *tok_scale;
+  const int32_t* cu_seqlens;  // null: dense
+  int64_t x_stride_batch, x_stride_token, x_stride_head;
+  int32_t sequences,
+      tokens;  // dense: batch and seqlen; packed: tokens of all sequences and behind them
+  int32_t heads, head_dim;
+  int32_t tiles;     // atoms per head
+  int32_t round_up;  // RCEIL; else FLOOR
+  int32_t e5m2, atoms;
+  int32_t x_vector;  // four channels of x start at a multiple of their size
+};
+
 }  // namespace flash_attn_mx

@@ -300,7 +300,8 @@ def prepare_backward(
     return BackwardProblem(arguments, tuple(_tensors(scratch)), grads, filled)
 
 
-def _decoded(text: str) -> list[dict]:
+def decoded(text: str) -> list[dict]:
+    """The launch records in an operator's JSON, params as bytes."""
     return [{**x, "params": bytes.fromhex(x["params"])} for x in json.loads(text)]
 
 
@@ -314,7 +315,7 @@ def record_of(
     text = torch.ops.flash_attn_mx.attn_fwd(
         *problem.arguments, instance.name, instance.head_dim, ctas, executor, ""
     )
-    return _decoded(text)[0]
+    return decoded(text)[0]
 
 
 def backward_records(
@@ -324,11 +325,12 @@ def backward_records(
     text = torch.ops.flash_attn_mx.attn_bwd(
         *problem.arguments, instance.names, instance.head_dim, executor, []
     )
-    return _decoded(text)
+    return decoded(text)
 
 
 @functools.lru_cache(maxsize=None)
-def _image(name: str, capability: tuple[int, int]) -> str:
+def image_of(name: str, capability: tuple[int, int]) -> str:
+    """Path of a kernel's fat binary."""
     kernel = _native.find_kernel(name, capability)
     if kernel is None:
         raise RuntimeError(
@@ -340,7 +342,7 @@ def _image(name: str, capability: tuple[int, int]) -> str:
 def launch(problem: Problem, instance: Instance, image: Optional[str] = None) -> None:
     """Launches on the current stream of the tensors' device. image: a fat binary instead of the installed one."""
     if image is None:
-        image = _image(instance.name, torch.cuda.get_device_capability(problem.out.device))
+        image = image_of(instance.name, torch.cuda.get_device_capability(problem.out.device))
     torch.ops.flash_attn_mx.attn_fwd(
         *problem.arguments, instance.name, instance.head_dim, 0, "driver", image
     )
@@ -352,7 +354,7 @@ def launch_backward(
     """launch for the backward; images: one for each of instance.names."""
     if images is None:
         capability = torch.cuda.get_device_capability(problem.arguments[0].device)
-        images = [_image(name, capability) for name in instance.names]
+        images = [image_of(name, capability) for name in instance.names]
     torch.ops.flash_attn_mx.attn_bwd(
         *problem.arguments, instance.names, instance.head_dim, "driver", images
     )

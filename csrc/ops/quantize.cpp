@@ -13,6 +13,7 @@
 
 #include "checks.h"
 #include "quantize_block.h"
+#include "quantize_view.h"
 
 namespace flash_attn_mx::ops {
 namespace {
@@ -25,24 +26,10 @@ constexpr int64_t kGrainValues =
 
 enum class Axis { kRowwise, kColwise, kTokenwise };
 
-// x seen as (batch, tokens, heads, channels); strides in elements, channel stride 1.
-struct View {
-  int64_t batch, tokens, heads, channels;
-  int64_t batch_stride, token_stride, head_stride;
-};
-
 // Up to 32 consecutive tokens of one sequence.
 struct TokenBlock {
   int64_t batch, first_token, count, scale_row;
 };
-
-View view_of(const Tensor& x) {
-  const auto n = x.sizes();
-  const auto s = x.strides();
-  if (x.dim() == 2) return {1, n[0], 1, n[1], 0, s[0], 0};
-  if (x.dim() == 3) return {1, n[0], n[1], n[2], 0, s[0], s[1]};
-  return {n[0], n[1], n[2], n[3], s[0], s[1], s[2]};
-}
 
 Axis parse_axis(const std::string& axis) {
   if (axis == "rowwise") return Axis::kRowwise;
@@ -76,7 +63,7 @@ std::vector<int64_t> read_cu_seqlens(const Tensor& cu_tensor, int64_t tokens) {
   return cu;
 }
 
-std::vector<TokenBlock> token_blocks(const View& view, const std::vector<int64_t>& cu) {
+std::vector<TokenBlock> token_blocks(const QuantizeView& view, const std::vector<int64_t>& cu) {
   std::vector<TokenBlock> blocks;
   if (!cu.empty()) {
     for (size_t b = 0; b + 1 < cu.size(); ++b)
@@ -90,8 +77,8 @@ std::vector<TokenBlock> token_blocks(const View& view, const std::vector<int64_t
 }
 
 template <class In>
-void run_rows(const In* x, const View& v, typename BlockKernels<In>::RowFn row, uint32_t round_up,
-              int64_t scales_per_row, uint8_t* data, uint8_t* scale) {
+void run_rows(const In* x, const QuantizeView& v, typename BlockKernels<In>::RowFn row,
+              uint32_t round_up, int64_t scales_per_row, uint8_t* data, uint8_t* scale) {
   const int64_t rows = v.batch * v.tokens * v.heads;
   const int64_t grain = std::max<int64_t>(1, kGrainValues / std::max<int64_t>(1, v.channels));
   torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
@@ -104,7 +91,7 @@ void run_rows(const In* x, const View& v, typename BlockKernels<In>::RowFn row, 
 }
 
 template <class In>
-void run_columns(const In* x, const View& v, typename BlockKernels<In>::ColumnFn column,
+void run_columns(const In* x, const QuantizeView& v, typename BlockKernels<In>::ColumnFn column,
                  uint32_t round_up, const std::vector<TokenBlock>& blocks, uint8_t* data,
                  uint8_t* scale) {
   const int64_t token_size = v.heads * v.channels;  // elements of one token in data and scale
@@ -126,7 +113,7 @@ void run_columns(const In* x, const View& v, typename BlockKernels<In>::ColumnFn
 }
 
 template <class In, class Format>
-void run(const Tensor& x, const View& view, Axis axis, uint32_t round_up,
+void run(const Tensor& x, const QuantizeView& view, Axis axis, uint32_t round_up,
          const std::vector<int64_t>& cu, Tensor& data, Tensor& scale) {
   const BlockKernels<In> kernels = select_kernels<In, Format>();
   const In* in = static_cast<const In*>(x.const_data_ptr());
@@ -149,7 +136,7 @@ void run(const Tensor& x, const View& view, Axis axis, uint32_t round_up,
 }
 
 template <class Format>
-void run_dtype(const Tensor& x, const View& view, Axis axis, uint32_t round_up,
+void run_dtype(const Tensor& x, const QuantizeView& view, Axis axis, uint32_t round_up,
                const std::vector<int64_t>& cu, Tensor& data, Tensor& scale) {
   switch (x.scalar_type()) {
     case ScalarType::Float:
@@ -161,7 +148,7 @@ void run_dtype(const Tensor& x, const View& view, Axis axis, uint32_t round_up,
   }
 }
 
-std::vector<int64_t> scale_sizes(const Tensor& x, const View& view, Axis axis,
+std::vector<int64_t> scale_sizes(const Tensor& x, const QuantizeView& view, Axis axis,
                                  const std::vector<int64_t>& cu) {
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   if (axis == Axis::kRowwise) {
@@ -193,7 +180,7 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& input, std::string axis_name,
   const Axis axis = parse_axis(axis_name);
   const bool in_place = input.size(input.dim() - 1) <= 1 || input.stride(input.dim() - 1) == 1;
   const Tensor x = in_place ? input : torch::stable::contiguous(input);
-  const View view = view_of(x);
+  const QuantizeView view = view_of(x);
   std::vector<int64_t> cu;
   if (cu_seqlens && axis == Axis::kColwise) cu = read_cu_seqlens(*cu_seqlens, view.tokens);
 
@@ -201,7 +188,7 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& input, std::string axis_name,
   Tensor scale =
       torch::stable::new_empty(x, scale_sizes(x, view, axis, cu), ScalarType::Float8_e8m0fnu);
   const uint32_t round_up = rounding == "rceil" ? 1 : 0;
-  if (scale.numel() == 0) return {data, scale};
+  if (scale.numel() == 0 && data.numel() == 0) return {data, scale};
   if (dtype == ScalarType::Float8_e4m3fn) {
     run_dtype<E4M3>(x, view, axis, round_up, cu, data, scale);
   } else {

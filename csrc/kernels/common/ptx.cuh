@@ -334,4 +334,16 @@ FAMX_DEVICE uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
   return d;
 }
 
+// The same for E5M2: beyond 57344 -> 57344.
+FAMX_DEVICE uint32_t pack_e5m2(float x0, float x1, float x2, float x3) {
+  uint32_t d;
+  asm("{\n .reg .b16 low, high;\n"
+      " cvt.rn.satfinite.e5m2x2.f32 low, %2, %1;\n"
+      " cvt.rn.satfinite.e5m2x2.f32 high, %4, %3;\n"
+      " mov.b32 %0, {low, high};\n}\n"
+      : "=r"(d)
+      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+  return d;
+}
+
 }  // namespace flash_attn_mx::ptx
