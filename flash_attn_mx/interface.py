@@ -337,7 +337,7 @@ def _attention(
     if not (type(q) is type(k) is type(v) is Tensor):
         ops.prepare_dtensors(q, k, v)
     if wanted(dout_dtype, q, k, v) is None:
-        operands = quantise_forward(q, k, v, cu_k, window, rounding)
+        operands = quantise_forward(q, k, v, cu_q, cu_k, window, rounding, executor)
         return _OPS.fwd(*operands, cu_q, cu_k, max_q, max_k, scale, *window, q.dtype, executor)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     # Dynamo refuses one tensor in two places of an autograd.Function.
@@ -359,27 +359,60 @@ def _distinct(x: Tensor, *others: Tensor) -> Tensor:
     return x.view_as(x) if any(x is other for other in others) else x
 
 
-def quantise_forward(q, k, v, cu_k, window, rounding):
-    """The operands of `fwd`: q, k rowwise, v colwise, and v tokenwise where a mask cuts tiles."""
-    token = (
-        _OPS.quantize(v, "tokenwise", rounding, _E4M3, None) if window != (-1, -1) else (None, None)
-    )
+def quantise(x, axes, cu_seqlens, rounding, dtype, executor):
+    """{axis: (data, scale)} of one tensor; scales in the order that the executor reads."""
+    if type(x) is Tensor:
+        kernels = executor in ("sm100", "emulator")
+        flat = _OPS.quantize_axes(x, axes, rounding, dtype, cu_seqlens, kernels)
+    else:  # a DTensor: the operator with one axis has sharding rules
+        flat = [
+            part
+            for axis in axes
+            for part in _OPS.quantize(
+                x, axis, rounding, dtype, cu_seqlens if axis == "colwise" else None
+            )
+        ]
+    return {axis: (flat[2 * i], flat[2 * i + 1]) for i, axis in enumerate(axes)}
+
+
+def _quantise_qkv(q, k, v, cu_q, cu_k, qk_axes, v_axes, rounding, executor):
     return (
-        *_OPS.quantize(q, "rowwise", rounding, _E4M3, None),
-        *_OPS.quantize(k, "rowwise", rounding, _E4M3, None),
-        *_OPS.quantize(v, "colwise", rounding, _E4M3, cu_k),
-        *token,
+        quantise(q, qk_axes, cu_q, rounding, _E4M3, executor),
+        quantise(k, qk_axes, cu_k, rounding, _E4M3, executor),
+        quantise(v, v_axes, cu_k, rounding, _E4M3, executor),
     )
 
 
-def quantise_backward(q, k, v, operands, cu_q, cu_k, rounding):
-    """The operands of `bwd` that come from q, k and v; operands: quantise_forward's."""
-    token = operands[6:]
-    if token[0] is None:
-        token = _OPS.quantize(v, "tokenwise", rounding, _E4M3, None)
-    q_col = _OPS.quantize(q, "colwise", rounding, _E4M3, cu_q)
-    k_col = _OPS.quantize(k, "colwise", rounding, _E4M3, cu_k)
-    return (*operands[:2], *q_col, *operands[2:4], *k_col, *token)
+def _operands_of_fwd(q, k, v):
+    return (*q["rowwise"], *k["rowwise"], *v["colwise"], *v.get("tokenwise", (None, None)))
+
+
+def _operands_of_bwd(q, k, v):
+    return (*q["rowwise"], *q["colwise"], *k["rowwise"], *k["colwise"], *v["tokenwise"])
+
+
+def quantise_forward(q, k, v, cu_q, cu_k, window, rounding, executor):
+    """The operands of `fwd`: q, k rowwise, v colwise, and v tokenwise where a mask cuts tiles."""
+    v_axes = ["colwise"] if window == (-1, -1) else ["colwise", "tokenwise"]
+    return _operands_of_fwd(
+        *_quantise_qkv(q, k, v, cu_q, cu_k, ["rowwise"], v_axes, rounding, executor)
+    )
+
+
+def quantise_backward(q, k, v, cu_q, cu_k, rounding, executor):
+    """The operands of `bwd` that come from q, k and v."""
+    axes = ["rowwise", "colwise"]
+    return _operands_of_bwd(
+        *_quantise_qkv(q, k, v, cu_q, cu_k, axes, ["tokenwise"], rounding, executor)
+    )
+
+
+def quantise_both(q, k, v, cu_q, cu_k, window, rounding, executor):
+    """The operands of `fwd` and those of `bwd`, from one read of each tensor."""
+    axes = ["rowwise", "colwise"]
+    parts = _quantise_qkv(q, k, v, cu_q, cu_k, axes, ["colwise", "tokenwise"], rounding, executor)
+    forward = _operands_of_fwd(*parts)
+    return forward if window != (-1, -1) else (*forward[:6], None, None), _operands_of_bwd(*parts)
 
 
 def gradients(
@@ -387,10 +420,9 @@ def gradients(
     deterministic, rounding, dout_dtype, needs, executor,
 ):  # fmt: skip
     """(dq, dk, dv) through `bwd`; operands: quantise_backward's; needs: which of the three."""
+    do = quantise(dout, ["rowwise", "colwise"], cu_q, rounding, dout_dtype, executor)
     return _OPS.bwd(
-        dout, out, lse,
-        *_OPS.quantize(dout, "rowwise", rounding, dout_dtype, None),
-        *_OPS.quantize(dout, "colwise", rounding, dout_dtype, cu_q),
+        dout, out, lse, *do["rowwise"], *do["colwise"],
         *operands, cu_q, cu_k, max_q, max_k, scale, left, right, deterministic, needs, executor,
     )  # fmt: skip
 
@@ -415,11 +447,11 @@ class _Attention(torch.autograd.Function):
         dout_dtype,
         executor,
     ):
-        operands = quantise_forward(q, k, v, cu_k, (left, right), rounding)
+        operands, saved = quantise_both(q, k, v, cu_q, cu_k, (left, right), rounding, executor)
         out, lse = _OPS.fwd(
             *operands, cu_q, cu_k, max_q, max_k, scale, left, right, q.dtype, executor
         )
-        return (out, lse, *quantise_backward(q, k, v, operands, cu_q, cu_k, rounding))
+        return (out, lse, *saved)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -154,11 +154,7 @@ def packed_atoms(scale, axis, cu_seqlens, total):
     tiles = total // TILE_ROWS + num_seqs
     if num_seqs == 0 or scale.shape[0] == 0:
         return scale.new_empty((scale.shape[1], tiles * TILE_BYTES))
-    start = cu_seqlens[:-1].long()
-    seq_index = torch.arange(num_seqs, device=scale.device)
-    first_tile = start // TILE_ROWS + seq_index
-    first_row = start if axis == "rowwise" else start // BLOCK + seq_index
-    rows_per_tile = TILE_ROWS if axis == "rowwise" else TILE_ROWS // BLOCK
+    first_tile, first_row, rows_per_tile = _packed_places(cu_seqlens, axis)
     tile = torch.arange(tiles, device=scale.device)
     seq = torch.searchsorted(first_tile, tile, right=True) - 1
     row = first_row[seq] + rows_per_tile * (tile - first_tile[seq])
@@ -168,6 +164,50 @@ def packed_atoms(scale, axis, cu_seqlens, total):
     ).flatten()  # the last tile of a sequence may end behind it
     tiled = scale.view(torch.uint8).index_select(0, rows).view(scale.dtype)
     return to_swizzled128x4(operand_matrix(tiled, axis))
+
+
+def from_packed_atoms(atoms, axis, cu_seqlens, shape):
+    """Inverse of packed_atoms for a tensor of this shape (T,H,D): plain scale, 127 in rows of no sequence."""
+    total, heads, channels = shape
+    num_seqs = cu_seqlens.shape[0] - 1
+    rows = total if axis == "rowwise" else packed_scale_rows(total, num_seqs)
+    columns = blocks(channels) if axis == "rowwise" else channels
+    if num_seqs == 0 or rows == 0 or heads == 0:
+        plain = atoms.new_empty((rows, heads, columns), dtype=torch.uint8)
+        return plain.fill_(127).view(atoms.dtype)
+    first_tile, first_row, rows_per_tile = _packed_places(cu_seqlens, axis)
+    row = torch.arange(rows, device=atoms.device)
+    seq = torch.searchsorted(first_row, row, right=True) - 1
+    within = row - first_row[seq]
+    length = (cu_seqlens[1:] - cu_seqlens[:-1]).long()[seq]
+    exists = within < (length if axis == "rowwise" else blocks(length))
+    tile = (first_tile[seq] + within // rows_per_tile).where(exists, 0)
+    matrices = from_swizzled128x4(atoms.unflatten(-1, (-1, TILE_BYTES)), TILE_ROWS, TILE_COLS)
+    matrices = matrices.view(torch.uint8)
+    if axis == "colwise":
+        matrices = matrices.transpose(-2, -1)
+    plain = matrices[:, tile, within % rows_per_tile, :columns].transpose(0, 1)
+    return plain.where(exists[:, None, None], 127).contiguous().view(atoms.dtype)
+
+
+def _packed_places(cu_seqlens, axis):
+    """Of each packed sequence the first tile and the first row of its plain scale; and rows per tile."""
+    start = cu_seqlens[:-1].long()
+    index = torch.arange(start.shape[0], device=start.device)
+    first_tile = start // TILE_ROWS + index
+    if axis == "rowwise":
+        return first_tile, start, TILE_ROWS
+    return first_tile, start // BLOCK + index, TILE_ROWS // BLOCK
+
+
+def atoms_shape(shape, cu_seqlens=None):
+    """Shape of the scale atoms of a (B,S,H,D), (T,H,D) or (rows,cols) tensor, D <= 128, along either axis: one atom per head
+    and tile of 128 tokens."""
+    if cu_seqlens is not None:
+        tiles = shape[0] // TILE_ROWS + cu_seqlens.shape[0] - 1
+        return (shape[1], tiles * TILE_BYTES)
+    lead, tokens, _ = operand_size(shape, "rowwise")
+    return (*lead, _tiles(tokens, TILE_ROWS) * TILE_BYTES)
 
 
 @opaque_when_compiled(

@@ -13,7 +13,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from . import _native, layouts, portable, sm100
+from . import _native, device_quantize, layouts, portable, sm100
 from ._errors import check_cu_values, fail
 from .quantize import quantize_pytorch, scale_shape
 
@@ -40,6 +40,7 @@ if not _native.load():
     for _schema in _read_schemas():
         _definitions.define(_schema)
 _implementations = torch.library.Library(NAMESPACE, "IMPL")
+_OPS = torch.ops.flash_attn_mx
 
 
 # --- implementations ------------------------------------------------------------------------------------------
@@ -70,13 +71,52 @@ def _take(
     return data[tokens].unsqueeze(0), scale[rows or tokens].unsqueeze(0)
 
 
-def _plain(operand: portable.Operand, axis: str) -> portable.Operand:
-    """The operand with its scale in plain layout; a dense one may come swizzled, recognised by its dimensions."""
+def _plain(
+    operand: portable.Operand, axis: str, cu_seqlens: Optional[Tensor] = None
+) -> portable.Operand:
+    """The operand with its scale in plain layout; one in MMA order is recognised by its dimensions."""
     data, scale = operand
-    if scale.dim() == data.dim() or data.dim() != 4:
+    if scale.dim() == data.dim():
         return operand
+    if cu_seqlens is not None:
+        return data, layouts.from_packed_atoms(scale, axis, cu_seqlens, data.shape)
     _, rows, cols = layouts.operand_size(data.shape, axis)
     return data, layouts.operand_scale(layouts.from_swizzled128x4(scale, rows, cols), axis)
+
+
+# (axis of the blocks, offsets of q or k) of the leading operands of fwd, and of bwd from its fourth on.
+_FWD_AXES = (("rowwise", 8), ("rowwise", 9), ("colwise", 9))
+_BWD_AXES = (*(("rowwise", 17), ("colwise", 17)) * 2, ("rowwise", 18), ("colwise", 18))
+
+
+def _with_plain_scales(operands: tuple, first: int, axes: tuple) -> tuple:
+    """The operands of fwd or bwd with every scale in plain layout."""
+    operands = list(operands)
+    for i, (axis, offsets) in enumerate(axes):
+        at = first + 2 * i
+        operands[at : at + 2] = _plain((operands[at], operands[at + 1]), axis, operands[offsets])
+    return tuple(operands)
+
+
+def _quantize(x, axis, rounding, dtype, cu_seqlens):
+    """`quantize` where csrc/ops/quantize.cpp does not serve the device."""
+    if device_quantize.serves(x):
+        return device_quantize.quantize(x, [axis], rounding, dtype, cu_seqlens)
+    return quantize_pytorch(x, axis, rounding, dtype, cu_seqlens)
+
+
+def _quantize_axes(x, axes, rounding, dtype, cu_seqlens, atoms):
+    """Several `quantize` of one tensor, in one launch where there is a kernel for its device."""
+    if observer is None and device_quantize.serves(x):  # an observer hears of each `quantize`
+        return device_quantize.quantize(x, axes, rounding, dtype, cu_seqlens, atoms)
+    flat = []
+    for axis in axes:
+        offsets = cu_seqlens if axis == "colwise" else None
+        data, scale = _OPS.quantize(x, axis, rounding, dtype, offsets)
+        if atoms and axis != "tokenwise":
+            scale = sm100.scale_atoms(scale, axis, x.dim(), cu_seqlens, x.shape[0])
+        flat += [data, scale]
+    return flat
 
 
 def _chosen(executor: str, device: torch.device, why_not_built, *operands) -> str:
@@ -93,6 +133,8 @@ def _fwd(*arguments):
     operands, executor = arguments[:_FWD_OPERANDS], (*arguments[_FWD_OPERANDS:], "auto")[0]
     q, out_dtype = operands[0], operands[-1]
     chosen = _chosen(executor, q.device, sm100.why_not_built, q.shape[-1], out_dtype, q.dtype)
+    if chosen == "portable" or observer is not None:
+        operands = _with_plain_scales(operands, 0, _FWD_AXES)
     if chosen == "portable":
         out, lse = _portable_fwd(*operands)
     else:
@@ -110,11 +152,7 @@ def _portable_fwd(
     window = (window_left, window_right)
     token = None if v_tok is None else (v_tok, v_tok_scale)
     if cu_seqlens_q is None:
-        operands = (
-            _plain((q, q_scale), "rowwise"),
-            _plain((k, k_scale), "rowwise"),
-            _plain((v, v_scale), "colwise"),
-        )
+        operands = (q, q_scale), (k, k_scale), (v, v_scale)
         return portable.forward(*operands, token, softmax_scale, window, out_dtype)
     out = q.new_zeros(q.shape, dtype=out_dtype)
     lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, device=q.device)
@@ -139,6 +177,8 @@ def _bwd(*arguments):
     dout, out, do_row, q = operands[0], operands[1], operands[3], operands[7]
     dtypes = out.dtype, dout.dtype, do_row.dtype
     chosen = _chosen(executor, q.device, sm100.why_no_backward, q.shape[-1], *dtypes)
+    if chosen == "portable" or observer is not None:
+        operands = _with_plain_scales(operands, 3, _BWD_AXES)
     if chosen == "portable":
         grads = _portable_bwd(*operands)
     else:
@@ -230,7 +270,12 @@ def watch_quantize(callback) -> torch.library.Library:
     return watch
 
 
-for _name, _function in (("quantize", quantize_pytorch), ("fwd", _fwd), ("bwd", _bwd)):
+for _name, _function in (
+    ("quantize", _quantize),
+    ("quantize_axes", _quantize_axes),
+    ("fwd", _fwd),
+    ("bwd", _bwd),
+):
     _implementations.impl(_name, _in_fp32(_function), "CompositeExplicitAutograd")
 
 
@@ -241,6 +286,21 @@ for _name, _function in (("quantize", quantize_pytorch), ("fwd", _fwd), ("bwd", 
 def _(x, axis, rounding, dtype, cu_seqlens):
     data = x.new_empty(x.shape, dtype=dtype)
     return data, x.new_empty(scale_shape(x.shape, axis, cu_seqlens), dtype=torch.float8_e8m0fnu)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::quantize_axes")
+def _(x, axes, rounding, dtype, cu_seqlens, atoms):
+    flat = []
+    for axis in axes:
+        if atoms and axis != "tokenwise":
+            shape = layouts.atoms_shape(x.shape, cu_seqlens)
+        else:
+            shape = scale_shape(x.shape, axis, cu_seqlens)
+        flat += [
+            x.new_empty(x.shape, dtype=dtype),
+            x.new_empty(shape, dtype=torch.float8_e8m0fnu),
+        ]
+    return flat
 
 
 @torch.library.register_fake(f"{NAMESPACE}::fwd")
@@ -271,12 +331,13 @@ def _no_gradient(name: str, reason: str):
     return backward
 
 
-torch.library.register_autograd(
-    f"{NAMESPACE}::quantize",
-    _no_gradient(
-        "quantize", "rounding to MXFP8 is not differentiable; differentiate flash_attn_func instead"
-    ),
-)
+for _name in ("quantize", "quantize_axes"):
+    torch.library.register_autograd(
+        f"{NAMESPACE}::{_name}",
+        _no_gradient(
+            _name, "rounding to MXFP8 is not differentiable; differentiate flash_attn_func instead"
+        ),
+    )
 torch.library.register_autograd(
     f"{NAMESPACE}::bwd", _no_gradient("bwd", "second derivatives are not implemented")
 )

@@ -45,7 +45,7 @@ class Problem(NamedTuple):
 
     def forward(self, executor: str) -> tuple[Tensor, Tensor]:
         q, k, v, cu_q, cu_k, max_q, max_k, scale, window = self
-        operands = quantise_forward(q, k, v, cu_k, window, _ROUNDING)
+        operands = quantise_forward(q, k, v, cu_q, cu_k, window, _ROUNDING, executor)
         return _OPS.fwd(*operands, cu_q, cu_k, max_q, max_k, scale, *window, q.dtype, executor)
 
     def backward(self, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,8 +54,7 @@ class Problem(NamedTuple):
         dispatch.announce(chosen)
         # The policy may have changed since the forward, which was ours.
         executor = "auto" if chosen.backend == "high_precision" else chosen.backend
-        operands = quantise_forward(q, k, v, cu_k, window, _ROUNDING)
-        operands = quantise_backward(q, k, v, operands, cu_q, cu_k, _ROUNDING)
+        operands = quantise_backward(q, k, v, cu_q, cu_k, _ROUNDING, executor)
         deterministic = torch.are_deterministic_algorithms_enabled()
         return gradients(
             dout, out, lse.contiguous(), operands, cu_q, cu_k, max_q, max_k, scale, *window,

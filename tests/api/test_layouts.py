@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import flash_attn_mx as famx
+from flash_attn_mx import layouts
 from flash_attn_mx.layouts import from_swizzled128x4, swizzled_bytes, to_swizzled128x4
 
 SIZES = list(itertools.product((0, 1, 31, 33, 127, 128, 129, 300), (0, 1, 2, 3, 4, 5, 9)))
@@ -239,3 +240,24 @@ def test_helper_operators_pass_opcheck():
     torch.library.opcheck(ops.to_swizzled128x4.default, (scale, 127))
     torch.library.opcheck(ops.from_swizzled128x4.default, (to_swizzled128x4(scale), 2, 3))
     torch.library.opcheck(ops.operand_scale.default, (scale, "colwise"))
+
+
+@pytest.mark.parametrize("axis", ["rowwise", "colwise"])
+@pytest.mark.parametrize(
+    "lengths,behind", [([5, 0, 130, 33], 0), ([0, 300, 0], 7), ([], 9), ([1] * 5, 0)]
+)
+def test_packed_atoms_round_trip(axis, lengths, behind):
+    """Rows of the plain scale that a sequence uses come back; the others are 127."""
+    cu = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32)
+    total = sum(lengths) + behind
+    x = torch.randn(total, 3, 72, generator=torch.Generator().manual_seed(0))
+    scale = famx.quantize_mxfp8(
+        x, axis=axis, cu_seqlens=cu if axis == "colwise" else None
+    ).scale.view(torch.uint8)
+    atoms = layouts.packed_atoms(scale.view(torch.float8_e8m0fnu), axis, cu, total)
+    assert tuple(atoms.shape) == layouts.atoms_shape(x.shape, cu)
+    back = layouts.from_packed_atoms(atoms, axis, cu, x.shape).view(torch.uint8)
+    want = scale.clone()
+    if axis == "rowwise":
+        want[sum(lengths) :] = 127
+    assert torch.equal(back, want)

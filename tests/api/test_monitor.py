@@ -10,7 +10,7 @@ import torch._dynamo.testing
 from compare import assert_equal_bits
 
 import flash_attn_mx as famx
-from flash_attn_mx import dispatch, ops
+from flash_attn_mx import dispatch, ops, sm100
 
 EMPTY = 2.0**-10  # largest scaled value that rounds to an E4M3 payload of 0
 
@@ -415,3 +415,19 @@ def test_bad_limit_and_second_monitor_are_refused():
             famx.monitor().__enter__()
     with pytest.raises(TypeError, match="writer"):
         famx.monitor().to_tensorboard(None)
+
+
+@pytest.mark.skipif(bool(sm100.WHY_NO_EMULATOR) or not sm100.INSTANCES, reason="needs the emulator")
+@pytest.mark.parametrize("packed", [False, True])
+def test_kernels_backends_give_the_figures_of_the_portable_path(packed):
+    """Their operands carry scales in the order of the MMA."""
+    q, k, v = qkv(dim=64)
+    cu = torch.tensor([0, 70, 70, 140], dtype=torch.int32)
+
+    def call(backend):
+        if not packed:
+            return famx.flash_attn_func(q, k, v, causal=True, backend=backend)
+        flat = (x.flatten(0, 1) for x in (q, k, v))
+        return famx.flash_attn_varlen_func(*flat, cu, cu, 70, 70, causal=True, backend=backend)
+
+    assert seen_of(lambda: call("emulator")) == seen_of(lambda: call("portable"))
