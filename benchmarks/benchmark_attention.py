@@ -345,7 +345,8 @@ def run_case(case: Case, options, baselines: dict) -> list[dict]:
         plain = [x.bfloat16() for x in tensors]
         function = sdpa_of(case, options.device)
         baselines[case.problem] = _run_times(function, plain, options.backward, options)
-    note = _backend_note(case, tensors, options)
+    only_modelled = modelled and (too_long or options.no_errors)  # needs no emulator
+    note = "emulator" if only_modelled else _backend_note(case, tensors, options)
     if too_long and not options.no_errors:
         note += ", too long to emulate"
     rows = []

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from . import dispatch
 from .integrations import sdpa
 from .interface import explain, flash_attn_func, flash_attn_mx_func, flash_attn_varlen_func
+from .policy import LayerRule
 from .quantize import quantize_mxfp8
 
 BACKENDS = ("portable", "emulator", "sm100")
@@ -60,6 +61,20 @@ def _compiled(q, k, v, **options):
     return torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")(q, k, v, **options)
 
 
+def _with_policy(heads):
+    """A call of layer 0 under a policy that keeps layer 0, or some heads of it, in high precision."""
+
+    def call(q, k, v, **options):
+        before = dispatch.get_policy()
+        dispatch.set_policy(layers=[LayerRule(0, heads)])
+        try:
+            return flash_attn_func(q, k, v, layer=0, **options)
+        finally:
+            dispatch.set_policy(before.min_seqlen_k, before.max_outlier, before.layers)
+
+    return call
+
+
 def _second_derivative(q, k, v, **options):
     out = flash_attn_func(q, k, v, **options)
     return torch.autograd.grad(out.sum(), q, create_graph=True)[0]
@@ -95,6 +110,8 @@ FEATURES = (
     Feature("torch.compile, fullgraph", call=_compiled),
     Feature("attn_mask", {"attn_mask": torch.ones(40, 40, dtype=torch.bool).tril()}),
     Feature("dropout", {"dropout_p": 0.1}),
+    Feature("policy that keeps the layer in high precision", call=_with_policy(None)),
+    Feature("policy that keeps one head in high precision", call=_with_policy((1,))),
     Feature("second derivatives", call=_second_derivative),
 )
 

@@ -98,6 +98,16 @@ def _split(pieces: Tensor, samples: int, what: str) -> tuple[Tensor, Tensor]:
     return pieces[held][:samples], pieces[~held]
 
 
+def _check_context(context: Optional[int], config, usual: int) -> int:
+    """The number of tokens of a piece, which the model must have positions for."""
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit and context and context > limit:
+        raise Unsuitable(
+            f"--context: expected at most {limit}, which the model has positions for, got {context}"
+        )
+    return context or min(usual, limit or usual)
+
+
 # --- built-in subjects ----------------------------------------------------------------------------------------
 
 
@@ -142,6 +152,7 @@ def demo_minilm(context: int, samples: int, text: Optional[str] = None) -> Subje
     from flash_attn_mx.demo import encoder
 
     model, tokenizer = encoder._load()
+    context = _check_context(context, model.config, context)
     text = _help_text() if text is None else text
     pieces = _encoder_pieces(tokenizer, text, context)
     register(model)
@@ -194,12 +205,7 @@ def from_directory(
         )
     architectures = getattr(config, "architectures", None) or [""]
     causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures)
-    limit = getattr(config, "max_position_embeddings", None)
-    context = context or min(256 if causal else 128, limit or 256)
-    if limit and context > limit:
-        raise Unsuitable(
-            f"--context: expected at most {limit}, which the model has positions for, got {context}"
-        )
+    context = _check_context(context, config, 256 if causal else 128)
     loader = AutoModelForCausalLM if causal else AutoModel
     try:
         model = loader.from_pretrained(

