@@ -51,6 +51,24 @@ def bench_against_sdpa(rows: Rows) -> None:
             rows.add(name, figures, times["ours"] / times["sdpa"], limit, "x")
 
 
+def bench_monitor(rows: Rows) -> None:
+    """famx.monitor() with its default sample against the same calls without it."""
+    for batch, seqlen, backward in ((2, 512, False), (2, 512, True), (1, 2048, True)):
+        inputs = attention_inputs(batch, seqlen, 8, 64, backward)
+        dout = torch.randn_like(inputs[0]) if backward else None
+        plain = functools.partial(_step, famx.flash_attn_func, inputs, True, dout)
+
+        def watched(plain=plain):
+            with famx.monitor():
+                plain()
+
+        times = interleaved({"plain": plain, "watched": watched})
+        passes = "fwd+bwd" if backward else "fwd"
+        name = f"monitor: {passes} b={batch} h=8 s={seqlen} d=64 causal"
+        figures = {key: f"{seconds * 1e3:.0f} ms" for key, seconds in times.items()}
+        rows.add(name, figures, times["watched"] / times["plain"], 1.15, "x")
+
+
 def bench_overhead(rows: Rows) -> None:
     """The operator against the function that it runs, on an empty batch, where nothing but the call costs time."""
     x = torch.randn(0, 1, 1, 32)
@@ -109,6 +127,7 @@ def main() -> int:
     rows = Rows()
     bench_against_sdpa(rows)
     bench_overhead(rows)
+    bench_monitor(rows)
     bench_memory(rows)
     return rows.finish(arguments.json)
 

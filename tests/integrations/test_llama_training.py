@@ -4,6 +4,8 @@ The direct call of flash_attn_func is what the others are held against: attn_imp
 attention with famx.sdpa.activate(); eager, and under torch.compile.
 """
 
+import contextlib
+
 import pytest
 import torch
 
@@ -91,11 +93,10 @@ def test_sdpa_backend_equals_the_direct_call(reference):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("implementation", [ours.NAME, "sdpa"])
-def test_compiled_equals_the_direct_call(reference, implementation):
+def test_compiled_equals_the_direct_call(reference, implementation, backend):
+    """Training, and decoding with a static cache."""
     torch._dynamo.reset()
-    if implementation == "sdpa":
-        with famx.sdpa.enabled():
-            check(reference, *train_and_generate("sdpa", "inductor"))
-    else:
-        check(reference, *train_and_generate(implementation, "inductor"))
+    with famx.sdpa.enabled() if implementation == "sdpa" else contextlib.nullcontext():
+        check(reference, *train_and_generate(implementation, backend))
