@@ -62,7 +62,7 @@ $(PEERS)/venv/.installed:
 	$(PYTHON) -m venv $(PEERS)/venv
 	$(PEER_PIP) $(addprefix --extra-index-url ,$(TORCH_CPU_INDEX)) torch==2.13.0+cpu
 	$(PEER_PIP) "nvidia-cutlass-dsl[cu13]==4.8.1" apache-tvm-ffi==0.1.15.post2 cuda-python==13.4.4 einops==0.8.2 torch_c_dlpack_ext==0.1.5
-	$(PEER_PIP) --no-deps flash-attn-4==4.0.0b36 quack-kernels==0.6.5 nvidia-cudnn-frontend==1.32.0 triton==3.6.0
+	$(PEER_PIP) --no-deps flash-attn-4==4.0.0b36 quack-kernels==0.6.5 nvidia-cudnn-frontend==1.32.0 triton==3.6.0 nvidia-curand==10.4.0.35
 	touch $@
 
 bench: $(VENV)/.built

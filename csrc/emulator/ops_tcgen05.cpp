@@ -220,7 +220,7 @@ void do_commit(Exec& x, const Instr& in, uint32_t mask) {  // aux: multicast
     AsyncOp op;
     op.kind = AsyncOp::Tc;
     op.origin = where(x);
-    op.signal_only = true;
+    op.may_outlive = true;
     op.run = [cl = x.cl, refs] {
       for (auto& r : refs) {
         MbarChange c;

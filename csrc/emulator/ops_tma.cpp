@@ -270,6 +270,7 @@ void do_tma_store(Exec& x, const Instr& in, uint32_t mask) {  // aux: rank, redu
     g.any_open = true;
     ++*g.open;
     AsyncOp op;
+    op.may_outlive = true;
     op.origin = where(x);
     op.reads.push_back({r.cta->rank, r.off, r.off + bytes});
     std::vector<int32_t> cc(c, c + 5);
@@ -365,6 +366,7 @@ void do_bulk_store(Exec& x, const Instr& in, uint32_t mask) {  // aux: reduce, o
     auto& g = bulk_of(x, l);
     ++*g.open;
     AsyncOp op;
+    op.may_outlive = true;
     op.origin = where(x);
     op.reads.push_back({r.cta->rank, r.off, r.off + n});
     op.run = [cl = x.cl, r, p, n, count = g.open, red = in.aux[0], what = in.aux[1],

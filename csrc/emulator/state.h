@@ -121,7 +121,9 @@ struct AsyncOp {
     uint32_t cta, lo, hi;  // shared bytes that it still reads
   };
   std::vector<Range> reads;
-  bool signal_only = false;  // a commit: harmless if a CTA exits before it
+  // Harmless if its CTA exits before it: a commit; a copy out of shared memory, which is finished
+  // before another CTA gets that memory (measured on an H200: tests/emulator/probe_exit_stores.py).
+  bool may_outlive = false;
   // For the trace; submit() fills in all but bytes.
   uint32_t bytes = 0;
   const Instr* in = nullptr;

@@ -159,3 +159,27 @@ def test_mbarrier_and_bulk_copy(order):
                 [x, y],
                 order=order,
             )
+
+
+@pytest.mark.parametrize("order", ["eager", "delayed", "random"])
+def test_a_bulk_store_left_at_exit_still_happens(order):
+    """CUTLASS's epilogue exits so; an H200 finishes it (probe_exit_stores.py)."""
+    y = np.zeros(64, np.uint32)
+    y = y[-y.ctypes.data % 16 // 4 :][:8]
+    body = """mov.u32 %l, %laneid; mov.u32 %a, buf; mad.lo.u32 %r, %l, 4, %a; setp.lt.u32 %q, %l, 8;
+    @%q st.shared.u32 [%r], %l; fence.proxy.async.shared::cta; bar.warp.sync -1; setp.ne.u32 %q, %l, 0; @%q bra Z;
+    cp.async.bulk.global.shared::cta.bulk_group [%p0], [%a], 32; cp.async.bulk.commit_group;
+    Z:"""
+    launch(kernel(body, 1, ".shared .align 16 .b8 buf[32]; .reg .b32 %l, %a, %r; .reg .pred %q;"), [y], order=order)  # fmt: skip
+    assert y.tolist() == list(range(8))
+
+
+def test_a_bulk_load_left_at_exit_is_a_leak():
+    x = np.zeros(64, np.uint32)
+    x = x[-x.ctypes.data % 16 // 4 :][:8]
+    body = """mbarrier.init.shared.b64 [bar], 1; mbarrier.arrive.expect_tx.shared.b64 _, [bar], 32; mov.u32 %a, buf;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%a], [%p0], 32, [bar];"""
+    text = kernel(body, 1, ".shared .align 16 .b8 buf[32]; .shared .align 8 .b8 bar[8]; .reg .b32 %a;")  # fmt: skip
+    with pytest.raises(emulator.EmulatorError, match=r"\[leak\].*cp.async.bulk"):
+        launch(text, [x], block=1, order="delayed")
+    launch(text, [x], block=1, order="delayed", checks=["uninit", "proxy"])
