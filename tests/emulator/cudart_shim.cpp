@@ -49,6 +49,24 @@ std::string option(const char* name, const char* otherwise) {
   return v ? v : otherwise;
 }
 
+// SHIM_EDIT changes the PTX to show what a finding in it amounts to (docs/notes/emulator.md). "wait_st": a tcgen05.wait::st after
+// every tcgen05.st. "no_dealloc": no tcgen05.dealloc.
+std::string edited(const std::string& ptx) {
+  const std::string edit = option("SHIM_EDIT", "");
+  if (edit.empty()) return ptx;
+  const bool wait = edit == "wait_st";
+  if (!wait && edit != "no_dealloc") die("unknown SHIM_EDIT " + edit);
+  const std::string at = wait ? "tcgen05.st." : "tcgen05.dealloc.";
+  std::string out;
+  for (size_t from = 0;;) {
+    const size_t begin = ptx.find(at, from), end = ptx.find(';', begin);
+    if (begin == std::string::npos || end == std::string::npos) return out + ptx.substr(from);
+    out += wait ? ptx.substr(from, end + 1 - from) + "tcgen05.wait::st.sync.aligned;"
+                : ptx.substr(from, begin - from);
+    from = end + 1;
+  }
+}
+
 // The PTX inside a fat binary: a header (magic, version, header size, size), then entries; kind 1
 // is PTX text.
 std::string ptx_of(const void* wrapper) {
@@ -107,8 +125,10 @@ int launch(const void* f, const uint32_t* grid, const uint32_t* block, const uin
                   : order == "delayed" ? Order::Delayed
                                        : Order::Eager;
     m.opt.seed = std::stoull(option("SHIM_SEED", "0"));
-    if (option("SHIM_CHECKS", "1") == "0") std::memset(&m.opt.checks, 0, sizeof m.opt.checks);
+    if (option("SHIM_CHECKS", "1") == "0")
+      std::memset(static_cast<void*>(&m.opt.checks), 0, sizeof m.opt.checks);
     if (option("SHIM_PROXY", "1") == "0") m.opt.checks.proxy = false;
+    if (option("SHIM_EDIT", "") == "no_dealloc") m.opt.checks.leaks = false;
     m.params.resize(prog->param_bytes);
     for (size_t i = 0; i < prog->params.size(); ++i)
       std::memcpy(m.params.data() + prog->params[i].offset, args[i], prog->params[i].size);
@@ -181,7 +201,7 @@ struct LaunchConfig {  // cudaLaunchConfig_t
 #define API extern "C" __attribute__((visibility("default")))
 API void** __cudaRegisterFatBinary(void* w) {
   try {
-    images.push_back(load_module(ptx_of(w)));
+    images.push_back(load_module(edited(ptx_of(w))));
   } catch (const std::exception& e) {
     die(e.what());
   }

@@ -154,7 +154,9 @@ def ex77(kind, fp8=False, **options):
     dtype = F8 if fp8 else torch.float16
     check = check_forward if kind == "" else check_backward
     options = {"b": 1, "h": 1, "q": 256, "k": 256, "d": 128, "iterations": 0, "warmup_iterations": 1, "verify": True, **options}  # fmt: skip
-    return Example(EX77 + kind, lambda *a: check(*a, dtype), options, ("-DFP8" if fp8 else "-DFP16", "--use_fast_math"))  # fmt: skip
+    # Defects of the example that only the asynchronous orders show (docs/notes/emulator.md): they run with them mended.
+    env = {"SHIM_EDIT": "wait_st" if kind == "" else "no_dealloc"}
+    return Example(EX77 + kind, lambda *a: check(*a, dtype), options, ("-DFP8" if fp8 else "-DFP16", "--use_fast_math"), env)  # fmt: skip
 
 
 def tutorial(source, **env):
@@ -162,7 +164,7 @@ def tutorial(source, **env):
 
 
 EXAMPLES = {
-    "tutorial_01": tutorial("01_mma_sm100", SHIM_PROXY="0"),  # it lacks a fence.proxy.async (docs/notes/emulator.md)
+    "tutorial_01": tutorial("01_mma_sm100", SHIM_PROXY="0"),  # it lacks a fence.proxy.async, in every order
     "tutorial_02": tutorial("02_mma_tma_sm100"),
     "tutorial_03": tutorial("03_mma_tma_multicast_sm100"),
     "tutorial_04": tutorial("04_mma_tma_2sm_sm100"),
@@ -227,10 +229,12 @@ class Examples:
         exe, memory = self.compile(example), self.folder / "memory"
         shutil.rmtree(memory, ignore_errors=True)
         memory.mkdir()
-        env = {**os.environ, "SHIM_ORDER": order, "SHIM_SEED": str(seed), "SHIM_DUMP": str(memory), **example.env, **env}  # fmt: skip
+        mended = example.env if order != "eager" or "SHIM_PROXY" in example.env else {}
+        env = {**os.environ, "SHIM_ORDER": order, "SHIM_SEED": str(seed), "SHIM_DUMP": str(memory), **mended, **env}  # fmt: skip
         t0 = time.time()
         rc, text = call([exe, *example.arguments()], env=env, timeout=1800)
         dt = time.time() - t0
         if rc:
             return False, text.strip()[-300:], dt, text
-        return *example.check(text, Memory(memory), example.options), dt, text
+        good, detail = example.check(text, Memory(memory), example.options)
+        return good, detail + "".join(f", {k}={v}" for k, v in mended.items()), dt, text
