@@ -29,8 +29,8 @@ h1 { font-size: 1.7rem; margin-bottom: 0.2rem; } h2 { font-size: 1.25rem; margin
 .verdict { border-left: 0.5rem solid; padding: 0.8rem 1.2rem; margin: 1.2rem 0; background: #f6f6f6; }
 .verdict strong { font-size: 1.25rem; } .good { border-color: #009E73; } .partly { border-color: #E69F00; } .bad { border-color: #D55E00; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 0.92rem; margin: 0.8rem 0; }
-th, td { padding: 0.25rem 0.8rem; border-bottom: 1px solid #e5e5e5; text-align: right; } th:first-child, td:first-child { text-align: left; }
-td.text { text-align: left; } tr.found td { background: #fdf0e6; font-weight: 600; } .pass { color: #00704f; } .fail { color: #b84300; font-weight: 600; }
+th, td { padding: 0.25rem 0.8rem; border-bottom: 1px solid #e5e5e5; text-align: right; white-space: nowrap; } th:first-child, td:first-child { text-align: left; }
+.prose td { white-space: normal; text-align: left; } tr.found td { background: #fdf0e6; font-weight: 600; } .pass { color: #00704f; } .fail { color: #b84300; font-weight: 600; }
 img { max-width: 100%; height: auto; } pre { background: #f6f6f6; padding: 0.8rem; overflow-x: auto; font-size: 0.88rem; } dt { font-weight: 600; } dd { margin: 0 0 0.5rem 1.2rem; }
 """  # fmt: skip
 
@@ -182,9 +182,11 @@ def plot_training(figures: Figures) -> bytes:
 # --- text -----------------------------------------------------------------------------------------------------
 
 
-def _table(head: list[str], rows: list[list], found: list[bool] | None = None) -> str:
+def _table(
+    head: list[str], rows: list[list], found: list[bool] | None = None, prose: bool = False
+) -> str:
     cells = "".join(f"<th>{html.escape(h)}</th>" for h in head)
-    lines = [f"<div class=wide><table><tr>{cells}</tr>"]
+    lines = [f"<div class=wide><table{' class=prose' if prose else ''}><tr>{cells}</tr>"]
     for i, row in enumerate(rows):
         mark = " class=found" if found and found[i] else ""
         lines.append(
@@ -339,6 +341,6 @@ def _recommendation(findings: list[Finding], policy: famx.Policy) -> list[str]:
     body = json.dumps(policy_file.as_dict(policy), indent=1)
     return [
         "<p>Keep these in high precision, and run the rest in MXFP8:</p>",
-        _table(["layer", "query heads", "why"], rows),
+        _table(["layer", "query heads", "why"], rows, prose=True),
         f"<p>The policy file:</p><pre>{html.escape(body)}</pre><p>How to apply it:</p><pre>{html.escape(code)}</pre>",
     ]

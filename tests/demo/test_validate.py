@@ -205,7 +205,7 @@ def test_verdicts_follow_the_figures():
     figures.fine_tune["mxfp8"] = {"losses": [1.05] * 5}
     verdicts, headline = validate.judge(figures, [], famx.Policy(), limits)
     assert headline[0] == "partly" and [v.claim for v in verdicts if not v.passed] == [
-        "mxfp8: relative gap of the last losses"
+        "mxfp8: loss over fp32's in the last half, minus 1"
     ]
 
 
