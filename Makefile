@@ -48,6 +48,14 @@ fuzz: $(VENV)/.built
 	$(PY) tests/emulator/fuzz_parser.py --seconds 300 $(ARGS)
 	$(PY) tests/emulator/fuzz_launch.py --seconds 300 $(ARGS)
 
+# PyTorch's own attention tests with the MXFP8 kernels active. TORCH_SOURCE: a checkout of PyTorch at the installed version;
+# without it the rebuilt parameter grid. ARGS go to pytest, such as ARGS='-k "TestSDPA and cpu"'.
+TORCH_SOURCE ?=
+
+test-torch: $(VENV)/.built
+	$(if $(TORCH_SOURCE),OMP_NUM_THREADS=1 $(PY) tests/torch_peer/run.py --source $(TORCH_SOURCE) $(ARGS),\
+	  $(PYTEST) -rs tests/api/test_torch_sdpa_grid.py $(ARGS))
+
 # Other projects' kernels in the emulator (docs/emulator.md). Their packages want a CPU build of torch and more than
 # 1 GB besides, so they have a venv of their own. ARGS="tutorial_0* fa4_fwd_bf16_d128 --orders eager" chooses.
 # TORCH_CPU_INDEX: the index of PyTorch's CPU builds, where pip's own configuration does not name it.
