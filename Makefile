@@ -1,6 +1,6 @@
 # Every target does its own set-up. A fresh machine needs Python >= 3.10 with venv, a C++17 compiler
 # and access to the package registries; nothing here needs a GPU or a system CUDA.
-#   make demo | test | test-slow | test-emulated | test-peers | fuzz | lint | bench | kernels-report | wheel | clean | distclean
+#   make demo | test | test-slow | test-emulated | test-peers | test-torch | fuzz | lint | bench | kernels-report | wheel | clean | distclean
 # PYTHON=python3.12 chooses the interpreter; ARGS="..." goes to the command that a target runs.
 
 SHELL := /bin/bash
@@ -21,7 +21,7 @@ GPU := not gpu_sm90 and not gpu_sm100
 BUILD_INPUTS := setup.py pyproject.toml flash_attn_mx/_env.py flash_attn_mx/_version.py \
                 $(shell find csrc -type f)
 
-.PHONY: help demo test test-slow test-emulated test-peers fuzz lint bench kernels-report wheel clean distclean
+.PHONY: help demo test test-slow test-emulated test-peers test-torch fuzz lint bench kernels-report wheel clean distclean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
