@@ -132,10 +132,10 @@ def softmax_loop(blocks, head_dim):
 
 
 def compute_loop(blocks, head_dim):
-    """Opcode counts of one full half tile of the backward's compute loop."""
-    ring, dq_stages = (8, 1) if head_dim == 128 else (12, 2)
-    barriers = (3 + ring) * 128 * head_dim + 128 * 128 + (2 + ring + 4) * 512
-    barriers += 2 * 2 * 128 * 4 + dq_stages * 128 * 32 * 4
+    """Instructions of one full half tile of the backward's compute loop."""
+    ring = 6 if head_dim == 128 else 16
+    barriers = (3 * 128 + ring * 64) * head_dim + 5 * 128 * 128 + (3 + ring + 8) * 512
+    barriers += 2 * 2 * 128 * 4 + 2 * 128 * 32 * 4
     s_full = barriers + 8 * (1 + 2 * ring + 2 * 2)
     p_full, dp_full, ds_full = s_full + 16, s_full + 24, s_full + 40
     loops = []
@@ -157,7 +157,31 @@ def compute_loop(blocks, head_dim):
     if not loops:
         raise SystemExit("the compute loop was not recognised")
     path = min(loops, key=lambda path: sum(len(blocks[i].ops) for i in path))
-    return collections.Counter(op.split(".")[0].split()[0] for i in path for _, op in blocks[i].ops)
+    return [op.split()[0] for i in path for _, op in blocks[i].ops]
+
+
+def backward_shared_memory(ops, head_dim):
+    """Bytes of shared memory that each role of attn_bwd moves per 128x128 tile in one CTA, 128 a cycle.
+
+    ops: the compute loop's opcodes. What the products and copies move follows from csrc/kernels/attn_bwd/config.cuh.
+    """
+    half, ds, atom, warps = 64 * head_dim, 128 * 128, 512, 8
+    loads = sum(op.startswith("LDS.128") for op in ops)  # one address: a cycle each, measured on an H200
+    stores = sum(op.startswith("STS.128") for op in ops)
+    scales = sum(op.startswith("STS") for op in ops) - stores  # 16 bytes apart: four lanes to a bank
+    assert loads == sum(op.startswith("LDS") for op in ops)
+    return {
+        "mma: S, dP": 2 * (2 * half + half),
+        "mma: dV, dK": 2 * half,
+        "mma: dQ": ds + half,  # of two steps: 128 queries x 256 keys and 256 keys x D / 2
+        "mma: scale copies": (4 * 2 + 2) * atom,
+        "load: fill": 4 * (half + atom) + 2 * atom,
+        "compute: bias, delta": 128 * warps * loads,
+        "compute: dS": 512 * warps * stores,
+        "compute: scales": 512 * warps * scales,
+        "exchange": ds + atom,  # sent and received in every second step
+        "reduce: dQ": 4 * 2 * half,  # stored and read in every second step
+    }
 
 
 def report(ptx):
@@ -177,15 +201,21 @@ def report(ptx):
     blocks = parse(sass)
     everything = collections.Counter(op.split(".")[0].split()[0] for b in blocks for _, op in b.ops)
     name = ptx.name.split(".")[0]
-    loop = softmax_loop if name.startswith("attn_fwd") else compute_loop
     head_dim = int(re.search(r"_d(\d+)_", name).group(1))
+    smem = {}
+    if name.startswith("attn_fwd"):
+        loop = softmax_loop(blocks, head_dim)
+    else:
+        ops = compute_loop(blocks, head_dim)
+        loop = collections.Counter(op.split(".")[0] for op in ops)
+        smem = backward_shared_memory(ops, head_dim)
     raised = [int(n, 16) for n in re.findall(r"USETMAXREG\.TRY_ALLOC\S* UP\d, (0x[0-9a-f]+)", sass)]
     lowered = [int(n, 16) for n in re.findall(r"USETMAXREG\.DEALLOC\S* (0x[0-9a-f]+)", sass)]
     return {
         "name": name, "launch": int(re.search(r"Used (\d+) registers", log).group(1)), "softmax": max(raised),
         "others": max(lowered), "stack": stack, "spills": stores + loads, "local": everything["LDL"] + everything["STL"],
         "umma": everything["UTCQMMA"], "other_mma": sum(everything[n] for n in ("HMMA", "QMMA", "IMMA", "UTCHMMA")),
-        "instructions": sum(everything.values()), "loop": loop(blocks, head_dim),
+        "instructions": sum(everything.values()), "loop": loop, "smem": smem,
     }  # fmt: skip
 
 
@@ -209,6 +239,10 @@ def render(rows):
         chosen = [r for r in rows if r["name"].startswith(prefix)]
         if chosen:
             lines += ["", f"{title}:", "", *loop_table(chosen)]
+    moving = [r for r in rows if r["smem"]]
+    if moving:
+        title = "Bytes of shared memory per 128x128 tile and CTA, by role (the cycles are at 128 bytes each)"
+        lines += ["", f"{title}:", "", *smem_table(moving)]
     return "\n".join(lines) + "\n"
 
 
@@ -221,6 +255,16 @@ def loop_table(rows):
         lines.append(
             f"| {r['name']} | **{total}** | {' | '.join(map(str, counts))} | {total - sum(counts)} |"
         )
+    return lines
+
+
+def smem_table(rows):
+    names = list(rows[0]["smem"])
+    lines = [f"| kernel | **all** | cycles | {' | '.join(names)} |", "|---" * (len(names) + 3) + "|"]
+    for r in rows:
+        total = sum(r["smem"].values())
+        values = " | ".join(str(r["smem"][name]) for name in names)
+        lines.append(f"| {r['name']} | **{total}** | {total / 128:.0f} | {values} |")
     return lines
 
 

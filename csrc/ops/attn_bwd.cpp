@@ -147,15 +147,19 @@ LaunchRecord main_pass(const std::string& kernel, const Problem& x,
   record.cluster = bwd::kLaunchCluster;
   record.block = bwd::kLaunchThreads;
   record.smem_bytes = bwd::launch_smem_bytes(int(x.tile_dim));
-  const std::pair<const char*, size_t> fields[] = {
-      {"dout", offsetof(AttnBwdParams, dout)}, {"dout_col", offsetof(AttnBwdParams, dout_col)},
-      {"q", offsetof(AttnBwdParams, q)},       {"q_col", offsetof(AttnBwdParams, q_col)},
-      {"k", offsetof(AttnBwdParams, k)},       {"k_col", offsetof(AttnBwdParams, k_col)}};
-  for (size_t i = 0; i < std::size(fields); ++i)
-    record.maps.push_back(tile_map(fields[i].first, fields[i].second, operands[i].payload,
-                                   x.tile_dim, bwd::kLaunchRows));
-  record.maps.push_back(
-      tile_map("v_tok", offsetof(AttnBwdParams, v_tok), v, x.tile_dim, bwd::kLaunchRows));
+  const int tile = int(x.tile_dim);
+  const bwd::LaunchBox row = bwd::launch_row_box(tile), col = bwd::launch_col_box(tile),
+                       key = bwd::launch_key_box(tile);
+  const auto map = [&](const char* name, size_t offset, const View& payload, bwd::LaunchBox box) {
+    record.maps.push_back(tile_map(name, offset, payload, box.columns, box.rows));
+  };
+  map("dout", offsetof(AttnBwdParams, dout), operands[0].payload, row);
+  map("dout_col", offsetof(AttnBwdParams, dout_col), operands[1].payload, col);
+  map("q", offsetof(AttnBwdParams, q), operands[2].payload, row);
+  map("q_col", offsetof(AttnBwdParams, q_col), operands[3].payload, col);
+  map("k", offsetof(AttnBwdParams, k), operands[4].payload, key);
+  map("k_col", offsetof(AttnBwdParams, k_col), operands[5].payload, col);
+  map("v_tok", offsetof(AttnBwdParams, v_tok), v, key);
   return record;
 }
 

@@ -28,7 +28,7 @@ constexpr int kDeviceMultiprocessors = 16, kDeviceMajor = 75, kDeviceMinor = 76;
 constexpr int kCaptureRelaxed = 2;
 constexpr unsigned kAttributeCluster = 4;
 constexpr int kMapUint8 = 0, kMapInterleaveNone = 0, kMapPromoteL2_256B = 3, kMapFillZero = 0;
-constexpr int kMapSwizzle64B = 2, kMapSwizzle128B = 3;
+constexpr int kMapSwizzle32B = 1, kMapSwizzle64B = 2, kMapSwizzle128B = 3;
 
 struct CUlaunchAttribute {
   unsigned id;
@@ -233,7 +233,9 @@ void encode_maps(LaunchRecord& record) {
   const uint32_t ones[kRank] = {1, 1, 1, 1};
   for (const TensorMapTiled& map : record.maps) {
     CUtensorMap encoded;
-    const int swizzle = map.swizzle_bytes == 64 ? kMapSwizzle64B : kMapSwizzle128B;
+    const int swizzle = map.swizzle_bytes == 32   ? kMapSwizzle32B
+                        : map.swizzle_bytes == 64 ? kMapSwizzle64B
+                                                  : kMapSwizzle128B;
     check(api().TensorMapEncodeTiled(&encoded, kMapUint8, kRank, map.address, map.sizes,
                                      map.strides_bytes, map.box, ones, kMapInterleaveNone, swizzle,
                                      kMapPromoteL2_256B, kMapFillZero),

@@ -18,7 +18,7 @@ struct TensorMapTiled {
   uint64_t sizes[kRank];
   uint64_t strides_bytes[kRank - 1];  // of dimensions 1, 2, ...
   uint32_t box[kRank];
-  uint32_t swizzle_bytes;  // 64 or 128
+  uint32_t swizzle_bytes;  // 32, 64 or 128
 };
 
 struct LaunchRecord {

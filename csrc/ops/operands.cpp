@@ -77,7 +77,7 @@ void check_tile(int64_t tile_dim, const Shape& shape) {
              "64 or 128, at least head_dim", tile_dim);
 }
 
-TensorMapTiled tile_map(const char* name, size_t offset, const View& x, int64_t tile_dim,
+TensorMapTiled tile_map(const char* name, size_t offset, const View& x, int64_t columns,
                         int64_t rows) {
   FAMX_CHECK(x.tensor.scalar_type() == ScalarType::Float8_e4m3fn, name, "float8_e4m3fn",
              "another dtype");
@@ -98,11 +98,11 @@ TensorMapTiled tile_map(const char* name, size_t offset, const View& x, int64_t 
                             uint64_t(x.batch)};
   const uint64_t strides[] = {bytes(x.tokens, x.token_stride), bytes(x.heads, x.head_stride),
                               bytes(x.batch, x.batch_stride)};
-  const uint32_t box[] = {uint32_t(tile_dim), uint32_t(rows), 1, 1};
+  const uint32_t box[] = {uint32_t(columns), uint32_t(rows), 1, 1};
   std::copy(std::begin(sizes), std::end(sizes), map.sizes);
   std::copy(std::begin(strides), std::end(strides), map.strides_bytes);
   std::copy(std::begin(box), std::end(box), map.box);
-  map.swizzle_bytes = uint32_t(tile_dim);
+  map.swizzle_bytes = uint32_t(columns);
   return map;
 }
 

@@ -64,8 +64,8 @@ Shape shape_of(const View& q, const View& k, const View& v, const View& out, con
 // tile_dim is an instance's head_dim for which the kernels have tiles, and holds this head_dim.
 void check_tile(int64_t tile_dim, const Shape& shape);
 
-// The map of a payload: dimensions (channels, tokens, heads, batch), boxes of tile_dim x rows.
-TensorMapTiled tile_map(const char* name, size_t offset, const View& x, int64_t tile_dim,
+// The map of a payload: dimensions (channels, tokens, heads, batch), boxes of columns x rows, the swizzle over the columns.
+TensorMapTiled tile_map(const char* name, size_t offset, const View& x, int64_t columns,
                         int64_t rows);
 
 // Addresses of scales in atoms (csrc/params.h), of offsets (null where there are none).

@@ -219,17 +219,34 @@ def test_masked_keys_give_nothing(window):
     assert torch.equal(dv[:, :128], clean[2][:, :128]) or window == CAUSAL
 
 
-@pytest.mark.parametrize("which", ["q", "k", "v", "dout"])
-@pytest.mark.parametrize("window", [NONE, CAUSAL], ids=str)
-def test_nan_stays_in_its_tiles(which, window):
-    """Gradients that the portable path keeps finite stay finite, and no NaN is lost."""
-    names = ("q", "k", "v", "dout")
-    tensors = dict(zip(names, draw(128, 128, 64), strict=True))
-    tensors[which][:, 70, :, 7] = math.nan
+def assert_nan_as_portable(tensors, which, token, window):
+    tensors[which][:, token, :, 7] = math.nan
     ops = prepare(*tensors.values(), window=window)
     *got, _ = run(folder(64), ops, window=window)
     for a, b in zip(got, expected(ops, window=window), strict=True):
         assert torch.equal(torch.isnan(a), torch.isnan(b))
+
+
+NAMES = ("q", "k", "v", "dout")
+
+
+@pytest.mark.parametrize("which", NAMES)
+@pytest.mark.parametrize("window", [NONE, CAUSAL], ids=str)
+def test_nan_stays_in_its_tiles(which, window):
+    """Gradients that the portable path keeps finite stay finite, and no NaN is lost."""
+    assert_nan_as_portable(
+        dict(zip(NAMES, draw(128, 128, 64), strict=True)), which, 70, window
+    )
+
+
+@pytest.mark.parametrize("token", [70, 200])
+@pytest.mark.parametrize("which", NAMES)
+@pytest.mark.parametrize("window", [CAUSAL, (60, 0)], ids=str)
+def test_nan_stays_in_its_half_of_a_pair(which, window, token):
+    """Query tiles that only one of two key tiles sees: both CTAs multiply, one by zeros, and 0 * NaN is NaN."""
+    assert_nan_as_portable(
+        dict(zip(NAMES, draw(384, 384, 64), strict=True)), which, token, window
+    )
 
 
 def test_garbage_behind_the_end():

@@ -18,6 +18,9 @@ CYCLES_PER_MUFU = 8
 BACKWARD_SLOTS = (
     660  # of a compute warp per half tile, two of them per sub-partition: 1320 of 2871 cycles
 )
+BACKWARD_SMEM = (
+    2240 * 128
+)  # bytes per 128x128 tile at D = 128: 2.0 PFLOPS leave 2871 cycles, of which no more than 4/5 here
 
 
 def checked_report(kernel):
@@ -54,6 +57,8 @@ def test_backward_kernel_keeps_its_budget(kernel):
     row = checked_report(kernel)
     assert 256 * row["softmax"] + 256 * row["others"] <= 512 * row["launch"]
     assert sum(row["loop"].values()) <= BACKWARD_SLOTS
+    assert sum(row["smem"].values()) <= BACKWARD_SMEM
+    assert row["smem"]["compute: bias, delta"] > 0 and row["smem"]["compute: scales"] > 0
     assert (
         row["loop"]["FADD2"] == 32
     )  # S·c is rounded before LSE is subtracted: ptxas has not fused the two

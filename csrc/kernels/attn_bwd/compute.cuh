@@ -24,10 +24,17 @@ FAMX_DEVICE void quantise(const uint32_t (&x)[32], int byte, uint32_t* payload) 
   }
 }
 
+// Where dS of a step goes in shared memory: payload and scales by query; to the other CTA from there.
+struct DsBuffer {
+  uint32_t tile, scales;
+  bool goes_out;
+};
+
 template <class C>
 struct Compute {
   const AttnBwdParams& p;
   const uint32_t smem;
+  const uint32_t smem0;   // of CTA 0, which issues for both
   const uint32_t tmem;    // of the warp's lanes
   const int half;         // of the queries: 0, 1
   const int key;          // of the tile
@@ -37,6 +44,7 @@ struct Compute {
   FAMX_DEVICE Compute(const AttnBwdParams& params, const Work& work, uint32_t smem, uint32_t tmem)
       : p(params),
         smem(smem),
+        smem0(ptx::of_cta(smem, 0)),
         tmem(tmem + lanes_of_warp()),
         half(warp_index() / 4),
         key(threadIdx.x % kTile) {
@@ -50,17 +58,30 @@ struct Compute {
 
   FAMX_DEVICE void run(const Work& work) {
     // Registers are short: what the cut tiles need beyond this is derived anew there.
-    const int steps = work.steps(), first = work.first_tile, end = first + work.tiles;
+    const int steps = work.steps(), first = work.first_tile, end = work.end_tile();
     const int full_first = work.window.full_first_tile(work.key_tile);
     const int full_end = work.window.full_end_tile(work.key_tile);
-    int tile = first;
+    int tile = first, run_end = work.run_end(first);
+    uint32_t slot = 0, buffer = 0;  // as Work::slot and closes say, step by step
+    const uint32_t rank = work.rank, out = smem + C::kDsOut, out_scale = smem + C::kDsScaleOut;
+    const uint32_t own = smem + C::ds(0, rank), own_scale = smem + C::ds_scale(0, rank);
     for (int j = 0; j < steps; ++j) {
+      const bool goes_out = slot != rank;
+      const DsBuffer to = {goes_out ? out : own + buffer * kPair * C::kDsBytes,
+                           goes_out ? out_scale : own_scale + buffer * kPair * kScaleAtomBytes,
+                           goes_out};
       if (full_first <= tile && tile < full_end) {
-        step<false>(j & 1, 0);
+        step<false>(j & 1, to, 0);
       } else {
-        step<true>(j & 1, tile);
+        step<true>(j & 1, to, tile);
       }
-      if (++tile == end) tile = first;
+      slot ^= 1;
+      if (++tile == run_end) {
+        if (tile == end) tile = first;
+        run_end = work.run_end(tile);
+        slot = 0;
+      }
+      buffer ^= slot ^ 1;
     }
     if (steps > 0) ptx::mbarrier_wait(smem + C::kSumsFull, 0);
   }
@@ -69,6 +90,11 @@ struct Compute {
   FAMX_DEVICE void arrive(uint32_t barrier) {
     __syncwarp();
     if ((threadIdx.x & 31) == 0) ptx::mbarrier_arrive(smem + barrier);
+  }
+  // The same at CTA 0's barrier.
+  FAMX_DEVICE void report(uint32_t barrier) {
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) ptx::mbarrier_arrive_cluster(smem0 + barrier);
   }
 
   // The half's columns of S^T or dP^T -> registers -> s_loaded or dp_loaded
@@ -81,11 +107,11 @@ struct Compute {
 #pragma unroll
     for (int b = 0; b < kHalfBlocks; ++b) ptx::pin(x[b]);
     ptx::tcgen05_fence_before();  // the columns may be overwritten after this arrival
-    arrive(loaded);
+    report(loaded);
   }
 
   template <bool kMasked>
-  FAMX_DEVICE void step(uint32_t parity, int tile) {
+  FAMX_DEVICE void step(uint32_t parity, DsBuffer to, int tile) {
     using namespace ptx;
     // Bit i of word b: query 32 b + i of the half sees the key. (As comparisons, ptxas would keep those of the first
     // pass for the second, in memory.)
@@ -131,7 +157,7 @@ struct Compute {
     ptx::fence_proxy_async();  // tcgen05.cp reads the scales
     ptx::tmem_wait_store();
     ptx::tcgen05_fence_before();  // the mma reads P^T after this arrival
-    arrive(C::kPFull);
+    report(C::kPFull);
 
     ptx::mbarrier_wait(smem + C::kDPFull, parity);
     uint32_t ds[kHalfBlocks][32];
@@ -163,12 +189,13 @@ struct Compute {
     arrive(C::kStatsEmpty + 8 * stats.stage);
     stats.advance();
     store_scales(C::kDsScaleByKey, bytes);
-    store_ds(payload, bytes);
+    store_ds(payload, bytes, to);
     store_payload(C::kDP, payload);
     ptx::fence_proxy_async();  // tcgen05.cp and tcgen05.mma read ds and the scales
     ptx::tmem_wait_store();
     ptx::tcgen05_fence_before();  // the mma reads dS^T after this arrival
-    arrive(C::kDSFull);
+    report(C::kDSFull);
+    if (to.goes_out) arrive(C::kOutFull);
   }
 
   FAMX_DEVICE void visible_queries(uint32_t (&mask)[kHalfBlocks], int tile) const {
@@ -197,11 +224,12 @@ struct Compute {
     ptx::tmem_store_16(tmem + column + C::payload_column(half * kHalfBlocks), payload);
   }
 
-  // 64 queries of the key's row of ds, and the scales by query: lane = query of a block, byte = block of keys.
-  FAMX_DEVICE void store_ds(const uint32_t (&payload)[kHalfBlocks * 8], uint32_t bytes) {
+  // 64 queries of the key's row of dS, and the scales by query: lane = query of a block, byte = block of keys.
+  FAMX_DEVICE void store_ds(const uint32_t (&payload)[kHalfBlocks * 8], uint32_t bytes,
+                            DsBuffer to) {
     constexpr int kChunks = kHalfQueries / 16;
     // The 128-byte swizzle: chunk c of row r lies at c ^ r % 8.
-    const uint32_t first = smem + C::kDs + key * kTile + 16 * (half * kChunks ^ (key & 7));
+    const uint32_t first = to.tile + key * kTile + 16 * (half * kChunks ^ (key & 7));
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
       asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(first ^ 16 * i),
@@ -212,10 +240,10 @@ struct Compute {
 #pragma unroll
     for (int b = 0; b < kHalfBlocks; ++b) {
       const int query = (half * kHalfBlocks + b) * kBlock + (key & 31);
-      asm volatile("st.shared.b8 [%0], %1;" ::"r"(smem + C::kDsScaleByQuery +
-                                                  scale_word_offset(query) + key / kBlock),
-                   "r"(bytes >> (8 * b))
-                   : "memory");
+      asm volatile(
+          "st.shared.b8 [%0], %1;" ::"r"(to.scales + scale_word_offset(query) + key / kBlock),
+          "r"(bytes >> (8 * b))
+          : "memory");
     }
   }
 };

@@ -10,6 +10,7 @@ template <class C, class Grad>
 struct Epilogue {
   const AttnBwdParams& p;
   const Work& work;
+  uint32_t smem;
 
   FAMX_DEVICE void run(uint32_t tmem, int half, int key) const {
     void* base = half == 0 ? p.dv : p.dk;
@@ -25,8 +26,11 @@ struct Epilogue {
     ptx::tcgen05_fence_after();  // written by the mma
 #pragma unroll 1
     for (int column = 0; column < C::kHeadDim; column += 32) {
-      uint32_t x[32];
+      uint32_t x[32], poison = 0;
       if (live) {
+        asm volatile("ld.shared.b32 %0, [%1];"
+                     : "=r"(poison)
+                     : "r"(smem + C::kPoison + (half * kTile + column) / 8));
         ptx::tmem_load_32(x, tmem + (half == 0 ? C::kDV : C::kDK) + column);
         ptx::tmem_wait_load();
         ptx::pin(x);
@@ -35,8 +39,10 @@ struct Epilogue {
       for (int j = 0; j < 32; j += RowVector<Grad>::kSize) {
         RowVector<Grad> v;
 #pragma unroll
-        for (int k = 0; k < RowVector<Grad>::kSize; ++k)
-          v.element[k] = Grad(live ? __uint_as_float(x[j + k]) * scale : 0.0f);
+        for (int k = 0; k < RowVector<Grad>::kSize; ++k) {
+          const uint32_t bits = poison >> (j + k) & 1 ? 0x7FC00000u : x[j + k];
+          v.element[k] = Grad(live ? __uint_as_float(bits) * scale : 0.0f);
+        }
         if (exists) v.store(static_cast<Grad*>(base) + at, column + j, p.head_dim, p.grads_aligned);
       }
     }

@@ -8,28 +8,37 @@ namespace flash_attn_mx::bwd {
 
 constexpr int kLaunchThreads = 512;  // attn_bwd
 constexpr int kLaunchPassThreads =
-    256;  // bwd_preprocess, bwd_postprocess; no dynamic shared memory
-constexpr int kLaunchRows =
-    128;  // rows of a row tile, keys of a CTA; rows of the tensor maps' boxes
-constexpr int kLaunchCluster = 1;  // CTAs of a cluster of attn_bwd
+    256;                           // bwd_preprocess, bwd_postprocess; no dynamic shared memory
+constexpr int kLaunchRows = 128;   // rows of a row tile, keys of a CTA
+constexpr int kLaunchCluster = 2;  // CTAs of a cluster of attn_bwd, which share a pair of key tiles
 
-constexpr int launch_ring_stages(int tile) { return tile == 128 ? 8 : 12; }
-constexpr int launch_dq_stages(int tile) { return tile == 128 ? 1 : 2; }
+// Box {columns, rows, 1, 1} of a payload's tensor map; the swizzle spans the columns.
+struct LaunchBox {
+  int columns, rows;
+};
+constexpr LaunchBox launch_key_box(int tile) { return {tile, kLaunchRows}; }  // k, v_tok
+// A CTA holds half of the rows of a tile of q and dout, and half of the channels of the colwise copies.
+constexpr LaunchBox launch_row_box(int tile) { return {tile, kLaunchRows / kLaunchCluster}; }
+constexpr LaunchBox launch_col_box(int tile) { return {tile / kLaunchCluster, kLaunchRows}; }
 
-// Dynamic shared memory of attn_bwd. Keys and ring, ds; scale atoms; bias and delta; dQ; barriers, alignment.
+constexpr int launch_ring_stages(int tile) { return tile == 128 ? 6 : 16; }
+constexpr int kLaunchDQStages = 2;
+
+// Dynamic shared memory of attn_bwd. Keys and ring, dS; scale atoms; bias and delta; dQ; barriers, poison, alignment.
 constexpr uint32_t launch_smem_bytes(int tile) {
   const uint32_t ring = launch_ring_stages(tile);
-  const uint32_t payloads = (3 + ring) * 128 * tile + 128 * 128;
-  const uint32_t scales = (2 + ring + 4) * 512;
-  const uint32_t dq = launch_dq_stages(tile) * 128 * 32 * 4;
-  const uint32_t barriers = 1 + 2 * ring + 2 * 2 + 9;
-  return payloads + scales + 2 * 2 * 128 * 4 + dq + 8 * barriers + 16 + 1024;
+  const uint32_t payloads = (3 * 128 + ring * 64) * tile + 5 * 128 * 128;
+  const uint32_t scales = (3 + ring + 8) * 512;
+  const uint32_t dq = kLaunchDQStages * 128 * 32 * 4;
+  const uint32_t barriers = 1 + 2 * ring + 2 * 2 + 13;
+  return payloads + scales + 2 * 2 * 128 * 4 + dq + 8 * barriers + 32 + 16 + 1024;
 }
 
-// Grid of attn_bwd, a multiple of the cluster: one CTA per key tile and key head. All of them: a CTA may wait for ones
-// with smaller numbers only.
+// Grid of attn_bwd, a multiple of the cluster: a cluster per pair of key tiles and key head. All of them: a CTA may wait
+// for ones with smaller numbers only.
 constexpr int64_t launch_items(int64_t longest_k, int64_t heads_k, int64_t batch) {
-  return (longest_k + kLaunchRows - 1) / kLaunchRows * heads_k * batch;
+  const int64_t pair = kLaunchCluster * kLaunchRows;
+  return (longest_k + pair - 1) / pair * heads_k * batch * kLaunchCluster;
 }
 // Grid of the other two: one CTA per row tile, those of a head together, then the heads of a sequence.
 constexpr int64_t launch_pass_items(int64_t longest_q, int64_t heads, int64_t batch) {

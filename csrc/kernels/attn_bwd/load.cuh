@@ -22,48 +22,60 @@ struct Loader {
     load_rows(p.q, p.q_scale, now);
     load_stats(now);
     load_rows(p.dout, p.dout_scale, now);
-    load_rows(p.dout_col, p.dout_col_scale, now);
+    load_columns(p.dout_col, p.dout_col_scale, now);
     for (int j = 1; j < steps; ++j) {
       const Step next = work.next(now);
       load_rows(p.q, p.q_scale, next);
       load_stats(next);
-      load_rows(p.q_col, p.q_col_scale, now);
+      load_columns(p.q_col, p.q_col_scale, now);
       load_rows(p.dout, p.dout_scale, next);
-      load_rows(p.dout_col, p.dout_col_scale, next);
+      load_columns(p.dout_col, p.dout_col_scale, next);
       now = next;
     }
-    load_rows(p.q_col, p.q_col_scale, now);
+    load_columns(p.q_col, p.q_col_scale, now);
     // Every buffer released: no commit may arrive at a barrier of a CTA that has gone.
     for (int i = 0; i < C::kRingStages; ++i, ring.advance())
       ptx::mbarrier_wait(barrier_at(smem + C::kRingEmpty, ring.stage), ring.parity ^ 1);
   }
 
-  // K, SFK, K', SFK', V -> keys_full
+  // K, SFK, V of the own key tile; half of the channels of K', SFK' of both -> keys_full
   FAMX_DEVICE void load_keys() {
     const uint32_t full = smem + C::kKeysFull;
-    ptx::mbarrier_arrive_expect_tx(full, 3 * C::kTileBytes + 2 * kScaleAtomBytes);
-    const auto tile = [&](uint32_t to, const TensorMapBytes& map) {
-      ptx::tma_load_4d(smem + to, &map, full, 0, work.k_start + work.key_tile * kTile,
+    ptx::mbarrier_arrive_expect_tx(full, 3 * C::kTileBytes + (1 + kPair) * kScaleAtomBytes);
+    const auto tile = [&](uint32_t to, const TensorMapBytes& map, int column, int r) {
+      ptx::tma_load_4d(smem + to, &map, full, column, work.k_start + work.pair_tile(r) * kTile,
                        work.key_head, p.cu_seqlens_k ? 0 : work.batch);
     };
-    const auto atom = [&](uint32_t to, const uint8_t* scale) {
-      ptx::bulk_load(smem + to, scale + int64_t(work.k_atom) * kScaleAtomBytes, kScaleAtomBytes,
+    const auto atom = [&](uint32_t to, const uint8_t* scale, int r) {
+      ptx::bulk_load(smem + to, scale + int64_t(work.k_atom(r)) * kScaleAtomBytes, kScaleAtomBytes,
                      full);
     };
-    tile(C::kK, p.k);
-    atom(C::kKScale, p.k_scale);
-    tile(C::kV, p.v_tok);
-    tile(C::kKt, p.k_col);
-    atom(C::kKtScale, p.k_col_scale);
+    tile(C::kK, p.k, 0, work.rank);
+    atom(C::kKScale, p.k_scale, work.rank);
+    tile(C::kV, p.v_tok, 0, work.rank);
+    for (int r = 0; r < kPair; ++r) {
+      tile(C::kKt + r * C::kHalfBytes, p.k_col, work.rank * C::kHalfColumns, r);
+      atom(C::kKtScale + r * kScaleAtomBytes, p.k_col_scale, r);
+    }
   }
 
-  // ring_empty -> one tile of 128 rows and its scale atom -> ring_full
+  // The CTA's half of the rows of a tile.
   FAMX_DEVICE void load_rows(const TensorMapBytes& map, const uint8_t* scale, Step s) {
+    load(map, scale, s, 0, work.rank * C::kHalfRows);
+  }
+  // Its half of the channels.
+  FAMX_DEVICE void load_columns(const TensorMapBytes& map, const uint8_t* scale, Step s) {
+    load(map, scale, s, work.rank * C::kHalfColumns, 0);
+  }
+  // ring_empty -> half a tile of 128 rows and the tile's scale atom -> ring_full
+  FAMX_DEVICE void load(const TensorMapBytes& map, const uint8_t* scale, Step s, int column,
+                        int row) {
     const uint32_t full = barrier_at(smem + C::kRingFull, ring.stage);
     ptx::mbarrier_wait(barrier_at(smem + C::kRingEmpty, ring.stage), ring.parity ^ 1);
-    ptx::mbarrier_arrive_expect_tx(full, C::kTileBytes + kScaleAtomBytes);
-    ptx::tma_load_4d(smem + C::kRing + ring.stage * C::kTileBytes, &map, full, 0,
-                     work.q_start + s.tile * kTile, work.head(s), p.cu_seqlens_q ? 0 : work.batch);
+    ptx::mbarrier_arrive_expect_tx(full, C::kHalfBytes + kScaleAtomBytes);
+    ptx::tma_load_4d(smem + C::kRing + ring.stage * C::kHalfBytes, &map, full, column,
+                     work.q_start + s.tile * kTile + row, work.head(s),
+                     p.cu_seqlens_q ? 0 : work.batch);
     ptx::bulk_load(smem + C::kRingScale + ring.stage * kScaleAtomBytes,
                    scale + work.row_tile(p, s) * kScaleAtomBytes, kScaleAtomBytes, full);
     ring.advance();

@@ -54,6 +54,25 @@ FAMX_DEVICE void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
                : "memory");
 }
 
+// The same place in the shared memory of another CTA of the cluster.
+FAMX_DEVICE uint32_t of_cta(uint32_t smem, uint32_t rank) {
+  uint32_t d;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(d) : "r"(smem), "r"(rank));
+  return d;
+}
+
+// At a barrier of any CTA of the cluster. As in CUTLASS without .release.cluster, which would wait for all stores to
+// global memory each time: it carries no data of other CTAs, only that this one has read or written its own.
+FAMX_DEVICE void mbarrier_arrive_cluster(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// All threads of the cluster.
+FAMX_DEVICE void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+}
+
 // Returns when the phase of this parity has completed.
 FAMX_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
@@ -128,6 +147,16 @@ FAMX_DEVICE void bulk_load(uint32_t smem, const void* global, uint32_t bytes, ui
       : "memory");
 }
 
+// Shared memory of this CTA -> of another one, whose barrier counts the bytes.
+FAMX_DEVICE void bulk_copy_to_cta(uint32_t there, uint32_t smem, uint32_t bytes,
+                                  uint32_t barrier_there) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(there),
+      "r"(smem), "r"(bytes), "r"(barrier_there)
+      : "memory");
+}
+
 // fp32 sums: global += shared, in the L2, no order among elements. The copy belongs to the thread's open group.
 FAMX_DEVICE void bulk_add_f32(void* global, uint32_t smem, uint32_t bytes) {
   asm volatile(
@@ -145,18 +174,22 @@ FAMX_DEVICE void bulk_wait_read() {
 FAMX_DEVICE void bulk_wait_written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // --- tensor memory (9.7.16) ---------------------------------------------------------------------
+// kCtas = 2: a pair of CTAs together. One warp of each allocates and frees; copies and products are issued by one thread
+// of the CTA of even rank and run in both. A kernel uses one kCtas throughout.
 
+template <int kCtas = 1>
 FAMX_DEVICE void tmem_allocate(uint32_t smem_result, uint32_t columns) {
   asm volatile(
-      "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(smem_result),
-      "r"(columns)
+      "tcgen05.alloc.cta_group::%2.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(smem_result),
+      "r"(columns), "n"(kCtas)
       : "memory");
-  asm volatile("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;");
+  asm volatile("tcgen05.relinquish_alloc_permit.cta_group::%0.sync.aligned;" ::"n"(kCtas));
 }
 
+template <int kCtas = 1>
 FAMX_DEVICE void tmem_free(uint32_t address, uint32_t columns) {
-  asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, %1;" ::"r"(address),
-               "r"(columns));
+  asm volatile("tcgen05.dealloc.cta_group::%2.sync.aligned.b32 %0, %1;" ::"r"(address),
+               "r"(columns), "n"(kCtas));
 }
 
 FAMX_DEVICE void tcgen05_fence_before() {
@@ -172,10 +205,20 @@ FAMX_DEVICE void tcgen05_commit(uint32_t barrier) {
       "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];" ::"r"(barrier)
       : "memory");
 }
+// The same for a pair: the barrier at this place in both CTAs.
+FAMX_DEVICE void tcgen05_commit_pair(uint32_t barrier) {
+  asm volatile(
+      "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 "
+      "[%0], %1;" ::"r"(barrier),
+      "h"(uint16_t(3))
+      : "memory");
+}
 
 // 512 bytes of shared memory (32 rows of 16 bytes) -> 4 columns, the same in all four lane quarters.
+template <int kCtas = 1>
 FAMX_DEVICE void tcgen05_cp_scales(uint32_t tmem, uint64_t smem_descriptor) {
-  asm volatile("tcgen05.cp.cta_group::1.32x128b.warpx4 [%0], %1;" ::"r"(tmem), "l"(smem_descriptor)
+  asm volatile("tcgen05.cp.cta_group::%2.32x128b.warpx4 [%0], %1;" ::"r"(tmem),
+               "l"(smem_descriptor), "n"(kCtas)
                : "memory");
 }
 
