@@ -55,15 +55,17 @@ __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
 __global__ void __cluster_dims__(2, 1, 1)
     exchange(int readers, int pace, long long* cycles, int* count, float* sink) {
   extern __shared__ __align__(1024) char smem[];
-  __shared__ alignas(8) uint64_t full;
+  __shared__ alignas(8) uint64_t full[2];  // in turn: the peer may be a round ahead
   __shared__ volatile int done;
   const uint32_t in = address(smem), out = in + kCopyBytes + kScaleBytes;
-  const uint32_t scratch = out + kCopyBytes + kScaleBytes, barrier = address(&full);
+  const uint32_t scratch = out + kCopyBytes + kScaleBytes, barrier = address(full);
   if (threadIdx.x == 0) {
     done = 0;
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+    for (int i = 0; i < 2; ++i)
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier + 8 * i) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  __syncthreads();
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
   const int warp = threadIdx.x / 32;
   if (warp == 0) {
@@ -72,11 +74,11 @@ __global__ void __cluster_dims__(2, 1, 1)
       const uint32_t peer = (blockIdx.x & 1) ^ 1;
       asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there_in) : "r"(in), "r"(peer));
       asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there_barrier) : "r"(barrier), "r"(peer));
-      const auto copy = [&](uint32_t offset, uint32_t bytes) {
+      const auto copy = [&](uint32_t offset, uint32_t bytes, uint32_t turn) {
         asm volatile(
-            "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-                "r"(there_in + offset),
-            "r"(out + offset), "r"(bytes), "r"(there_barrier)
+            "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], "
+            "%2, [%3];" ::"r"(there_in + offset),
+            "r"(out + offset), "r"(bytes), "r"(there_barrier + 8 * turn)
             : "memory");
       };
       const long long begin = clock64();
@@ -85,12 +87,14 @@ __global__ void __cluster_dims__(2, 1, 1)
         while (clock64() - begin < (long long)(pace)*i) {
         }
         const long long start = clock64();
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
-                     "r"(kCopyBytes + kScaleBytes)
-                     : "memory");
-        copy(0, kCopyBytes);
-        copy(kCopyBytes, kScaleBytes);
-        wait(barrier, i & 1);
+        const uint32_t turn = i & 1;
+        asm volatile(
+            "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier + 8 * turn),
+            "r"(kCopyBytes + kScaleBytes)
+            : "memory");
+        copy(0, kCopyBytes, turn);
+        copy(kCopyBytes, kScaleBytes, turn);
+        wait(barrier + 8 * turn, i >> 1 & 1);
         busy += clock64() - start;
       }
       cycles[blockIdx.x] = busy;
@@ -107,6 +111,7 @@ __global__ void __cluster_dims__(2, 1, 1)
       atomicAdd(count + blockIdx.x, int(512000.0 * n / double(clock64() - begin)));
     }
   }
+  __syncthreads();
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
@@ -131,8 +136,9 @@ int main() {
     double same = 0, other = 0;
     for (int w = 0; w < kWarps; ++w)
       (w < broadcasting ? same : other) += double(count[w]) / double(cycles[w]);
-    printf("loads: %d of 8 warps read one address: %.3f such loads and %.3f of 512 bytes per cycle\n",
-           broadcasting, same, other);
+    printf(
+        "loads: %d of 8 warps read one address: %.3f such loads and %.3f of 512 bytes per cycle\n",
+        broadcasting, same, other);
   }
   const int smem = 2 * (kCopyBytes + kScaleBytes) + kReadBytes;
   cudaFuncSetAttribute(exchange, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
@@ -143,7 +149,9 @@ int main() {
       check();
       double busy = 0, rate = 0;
       for (int i = 0; i < ctas; ++i) busy += double(cycles[i]), rate += count[i] / 1000.0;
-      printf("exchange: every %4d cycles, readers %s: %5.0f cycles per copy; readers get %.1f bytes per cycle\n",
-             pace, readers ? "on " : "off", busy / ctas / kRounds, rate / ctas);
+      printf(
+          "exchange: every %4d cycles, readers %s: %5.0f cycles per copy; readers get %.1f bytes "
+          "per cycle\n",
+          pace, readers ? "on " : "off", busy / ctas / kRounds, rate / ctas);
     }
 }

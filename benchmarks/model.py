@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+REPORT = ROOT / "docs" / "kernels-report.md"
 LABEL = "modelled, not run on sm_100"
 TILE = 128
 SMS = 148
@@ -52,16 +53,26 @@ BANDWIDTH = (
 # --- 1: bounds of a tile --------------------------------------------------------------------------------------
 
 
-def read_counts(path: Path = ROOT / "docs" / "kernels-report.md") -> dict[str, dict[str, int]]:
-    """Instructions of one warp in the hot loop, by kernel, from the tables that tools/kernels_report.py writes."""
-    counts, columns = {}, []
+def _read_table(mark: str, path: Path) -> dict[str, dict[str, int]]:
+    """Rows by kernel of the tables of docs/kernels-report.md that have a column of this name."""
+    rows, columns = {}, []
     for line in path.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
         if cells[0] == "kernel":
-            columns = cells[1:] if "MUFU.EX2" in cells else []
+            columns = cells[1:] if mark in cells else []
         elif columns and re.match(r"attn_\w+$", cells[0]) and len(cells) == len(columns) + 1:
-            counts[cells[0]] = dict(zip(columns, map(int, cells[1:])))
-    return counts
+            rows[cells[0]] = dict(zip(columns, map(int, cells[1:])))
+    return rows
+
+
+def read_counts(path: Path = REPORT) -> dict[str, dict[str, int]]:
+    """Instructions of one warp in the hot loop, by kernel, from the tables that tools/kernels_report.py writes."""
+    return _read_table("MUFU.EX2", path)
+
+
+def read_shared_memory(path: Path = REPORT) -> dict[str, dict[str, int]]:
+    """Bytes of shared memory per tile by role, and cycles, of the backward kernels: likewise."""
+    return _read_table("cycles", path)
 
 
 def _pipes(counts: dict[str, int], warps: int, chip: str) -> dict[str, float]:
@@ -97,28 +108,17 @@ def forward_bounds(counts: dict[str, int], head_dim: int, chip: str = "b200") ->
 
 
 def backward_bounds(
-    counts: dict[str, int], head_dim: int, chip: str = "b200", ctas: int = 1
+    counts: dict[str, int], smem_cycles: float, head_dim: int, chip: str = "b200"
 ) -> dict[str, float]:
-    """Cycles per 128x128 tile of attn_bwd (docs/backward.md), alone or as a pair of CTAs that share operands."""
-    block = TILE * head_dim
-    share = 1 / ctas
-    smem = {
-        "S, dP": 2 * (1 + share) * block,
-        "dV, dK": 2 * share * block,
-        "dQ": TILE * TILE + share * block,
-        "scales": 8192 if ctas == 1 else 7168,
-        "dS": ctas * TILE * TILE,
-        "bias, delta": 65536,
-        "dQ store": 2 * share * block * 4,
-        "fill": 4 * share * block,
-    }
-    products = 2 * _mma(head_dim // 32, TILE, False) + 2 * _mma(4, head_dim, True)
+    """Cycles per 128x128 tile of attn_bwd (docs/backward.md) in one CTA of a pair."""
+    # Of 256 rows the products read half a right operand from each CTA: none waits for shared memory.
+    products = 2 * _mma(head_dim // 32, TILE, True) + 3 * _mma(4, head_dim, True)
     return {
-        "tensor": products + _mma(4, head_dim, False),
+        "tensor": products,
         **_pipes(counts, 2, chip),
-        "SMEM": sum(smem.values()) / SMEM_BYTES,
-        "TMEM": 2 * 128 + 2 * 32 + head_dim,
-        "dQ in L2": block * 4 * share / L2_ADD_BYTES,
+        "SMEM": smem_cycles,
+        "TMEM": 2 * 128 + 2 * 32 + head_dim / 2,
+        "dQ in L2": TILE * head_dim * 4 / 2 / L2_ADD_BYTES,
     }
 
 
@@ -330,21 +330,21 @@ def forward_items(problem: Problem, tile_cycles: float) -> list[float]:
 
 
 def backward_items(problem: Problem, tile_cycles: float) -> list[float]:
-    """Cycles of attn_bwd's CTAs (128 keys of a key head), first keys of every head first."""
+    """Cycles of attn_bwd's CTAs (pairs of 128 keys of a key head each), first keys of every head first."""
     longest = max((keys for _, keys in problem.seqlens), default=0)
-    steps = {}  # (sequence, key tile) -> query tiles, cut ones weighted
+    steps = {}  # (sequence, pair of key tiles) -> query tiles that see one of them, cut ones weighted
     for sequence, (queries, _) in enumerate(problem.seqlens):
         for row in range(0, queries, TILE):
             first, end, cut = _tiles(problem, sequence, row)
-            for tile in range(first, end):
+            for pair in range(first // 2, -(-end // 2)):
                 weight = 1 + (CUT - 1) * cut / (end - first)
-                steps[sequence, tile] = steps.get((sequence, tile), 0.0) + weight
+                steps[sequence, pair] = steps.get((sequence, pair), 0.0) + weight
     group = problem.heads // problem.heads_k
     items = []
-    for tile in range(-(-longest // TILE)):
+    for pair in range(-(-longest // (2 * TILE))):
         for sequence in range(len(problem.seqlens)):
-            cycles = steps.get((sequence, tile), 0.0) * group * tile_cycles
-            items += [PROLOGUE + ITEM + cycles] * problem.heads_k
+            cycles = steps.get((sequence, pair), 0.0) * group * tile_cycles
+            items += [PROLOGUE + ITEM + cycles] * (2 * problem.heads_k)
     return items
 
 
@@ -359,7 +359,7 @@ def makespan(items: list[float], persistent: bool) -> float:
     return max(free)
 
 
-def predict(problem: Problem, backward: bool = False, chip: str = "b200", ctas: int = 1) -> dict:
+def predict(problem: Problem, backward: bool = False, chip: str = "b200") -> dict:
     """Modelled cycles and speed of one pass of our kernels, with the bounds they come from.
 
     Returns: bounds and cycles per tile; the largest bound's name; cycles of the launch; microseconds and TFLOPS at each
@@ -374,7 +374,8 @@ def predict(problem: Problem, backward: bool = False, chip: str = "b200", ctas: 
             f"docs/kernels-report.md: expected counts of {kernel}, got {sorted(counts)}"
         )
     if backward:
-        bounds = backward_bounds(counts[kernel], dim, chip, ctas)
+        smem = read_shared_memory()[kernel]["cycles"]
+        bounds = backward_bounds(counts[kernel], smem, dim, chip)
         tile = backward_tile_cycles(bounds)
         cycles = makespan(backward_items(problem, tile), persistent=False)
     else:

@@ -166,9 +166,13 @@ def backward_shared_memory(ops, head_dim):
     ops: the compute loop's opcodes. What the products and copies move follows from csrc/kernels/attn_bwd/config.cuh.
     """
     half, ds, atom, warps = 64 * head_dim, 128 * 128, 512, 8
-    loads = sum(op.startswith("LDS.128") for op in ops)  # one address: a cycle each, measured on an H200
+    loads = sum(
+        op.startswith("LDS.128") for op in ops
+    )  # one address: a cycle each, measured on an H200
     stores = sum(op.startswith("STS.128") for op in ops)
-    scales = sum(op.startswith("STS") for op in ops) - stores  # 16 bytes apart: four lanes to a bank
+    scales = (
+        sum(op.startswith("STS") for op in ops) - stores
+    )  # 16 bytes apart: four lanes to a bank
     assert loads == sum(op.startswith("LDS") for op in ops)
     return {
         "mma: S, dP": 2 * (2 * half + half),
@@ -260,7 +264,10 @@ def loop_table(rows):
 
 def smem_table(rows):
     names = list(rows[0]["smem"])
-    lines = [f"| kernel | **all** | cycles | {' | '.join(names)} |", "|---" * (len(names) + 3) + "|"]
+    lines = [
+        f"| kernel | **all** | cycles | {' | '.join(names)} |",
+        "|---" * (len(names) + 3) + "|",
+    ]
     for r in rows:
         total = sum(r["smem"].values())
         values = " | ".join(str(r["smem"][name]) for name in names)

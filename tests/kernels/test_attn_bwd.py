@@ -234,9 +234,7 @@ NAMES = ("q", "k", "v", "dout")
 @pytest.mark.parametrize("window", [NONE, CAUSAL], ids=str)
 def test_nan_stays_in_its_tiles(which, window):
     """Gradients that the portable path keeps finite stay finite, and no NaN is lost."""
-    assert_nan_as_portable(
-        dict(zip(NAMES, draw(128, 128, 64), strict=True)), which, 70, window
-    )
+    assert_nan_as_portable(dict(zip(NAMES, draw(128, 128, 64), strict=True)), which, 70, window)
 
 
 @pytest.mark.parametrize("token", [70, 200])
@@ -244,9 +242,7 @@ def test_nan_stays_in_its_tiles(which, window):
 @pytest.mark.parametrize("window", [CAUSAL, (60, 0)], ids=str)
 def test_nan_stays_in_its_half_of_a_pair(which, window, token):
     """Query tiles that only one of two key tiles sees: both CTAs multiply, one by zeros, and 0 * NaN is NaN."""
-    assert_nan_as_portable(
-        dict(zip(NAMES, draw(384, 384, 64), strict=True)), which, token, window
-    )
+    assert_nan_as_portable(dict(zip(NAMES, draw(384, 384, 64), strict=True)), which, token, window)
 
 
 def test_garbage_behind_the_end():
