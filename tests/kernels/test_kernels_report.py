@@ -15,9 +15,8 @@ XU_CYCLES = 700
 CYCLES_PER_MUFU = 8
 
 
-BACKWARD_SLOTS = (
-    660  # of a compute warp per half tile, two of them per sub-partition: 1320 of 2871 cycles
-)
+# Of a compute warp per half tile, two of them per sub-partition: 1352 of 2871 cycles. 17 are what a pair of CTAs needs.
+BACKWARD_SLOTS = 676
 BACKWARD_SMEM = (
     2240 * 128
 )  # bytes per 128x128 tile at D = 128: 2.0 PFLOPS leave 2871 cycles, of which no more than 4/5 here
