@@ -336,8 +336,9 @@ def backward_items(problem: Problem, tile_cycles: float) -> list[float]:
     for sequence, (queries, _) in enumerate(problem.seqlens):
         for row in range(0, queries, TILE):
             first, end, cut = _tiles(problem, sequence, row)
-            for pair in range(first // 2, -(-end // 2)):
-                weight = 1 + (CUT - 1) * cut / (end - first)
+            pairs = range(first // 2, -(-end // 2))
+            for pair in pairs:
+                weight = 1 + (CUT - 1) * min(1, cut / len(pairs))  # the two CTAs keep step
                 steps[sequence, pair] = steps.get((sequence, pair), 0.0) + weight
     group = problem.heads // problem.heads_k
     items = []

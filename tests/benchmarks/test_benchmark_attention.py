@@ -55,7 +55,7 @@ def test_model_counts_pairs_and_tiles(mask):
 
 
 def test_model_counts_steps_of_items():
-    """Forward: half the tiles of a causal square and one cut tile a row; backward: the same tiles, by keys."""
+    """Forward: half the tiles of a causal square and one cut tile a row; backward: the same by pairs of key tiles."""
     full = model.Problem(((1024, 1024),), 2, 1, 128)
     assert model.forward_items(full, 100.0) == [16 * 100.0 + model.ITEM] * 8
     assert model.backward_items(full, 100.0) == [8 * 2 * 100.0 + model.ITEM + model.PROLOGUE] * 8
@@ -69,7 +69,8 @@ def test_model_counts_steps_of_items():
     assert items[0] == pytest.approx(100.0 * (2 * two + model.LONE * alone))
     backward = model.backward_items(causal, 1.0)
     work = sum(backward) - len(backward) * (model.ITEM + model.PROLOGUE)
-    assert work == pytest.approx(2 * (36 + 8 * (model.CUT - 1)))  # 36 tiles, 8 of them cut, 2 heads
+    # Two CTAs and two heads; 2 (1 + 2 + 3 + 4) steps of pairs of key tiles, 8 of them cut.
+    assert work == pytest.approx(4 * (20 + 8 * (model.CUT - 1)))
 
 
 def test_model_makespan_is_that_of_the_schedule():
