@@ -22,7 +22,7 @@ __device__ __forceinline__ float loads64(uint32_t smem, uint32_t step) {
 #pragma unroll
   for (int i = 0; i < 64; ++i) {
     float4 x;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
                  : "r"(smem + step * (threadIdx.x % 32) + 16 * i));
     sum += x.x;

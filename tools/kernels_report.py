@@ -180,7 +180,7 @@ def backward_shared_memory(ops, head_dim):
         "mma: dQ": ds + half,  # of two steps: 128 queries x 256 keys and 256 keys x D / 2
         "mma: scale copies": (4 * 2 + 2) * atom,
         "load: fill": 4 * (half + atom) + 2 * atom,
-        "compute: bias, delta": 128 * warps * loads,
+        "compute: bias, delta": 2 * 128 * warps * loads,
         "compute: dS": 512 * warps * stores,
         "compute: scales": 512 * warps * scales,
         "exchange": ds + atom,  # sent and received in every second step
