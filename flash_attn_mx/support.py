@@ -3,6 +3,7 @@
 `python -m flash_attn_mx support` prints it as Markdown; README holds a copy that tests/api/test_support.py compares.
 """
 
+import importlib.util
 import warnings
 from dataclasses import dataclass, field
 from typing import Callable, Optional
@@ -286,8 +287,149 @@ def drop_ins() -> str:
     return "\n".join(lines)
 
 
+# --- transformers: attn_implementation="flash_attn_mx" --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """One row: what transformers says to the mask function and to the attention, in a batch of two."""
+
+    name: str
+    mask: dict = field(default_factory=dict)
+    options: dict = field(default_factory=dict)
+    seqlens: tuple[int, int] = (40, 40)
+    head_dims: tuple[int, int] = (64, 64)
+    compiled: bool = False
+
+
+def _hugging_face_rows() -> tuple[HuggingFace, ...]:
+    from transformers import masking_utils as utils
+
+    def window(size):
+        return {
+            "mask_function": utils.sliding_window_causal_mask_function(size),
+            "local_size": size,
+        }
+
+    marks = torch.arange(40).expand(2, 40)
+    left, right, hole = marks >= 9, marks < 31, (marks < 15) | (marks > 25)
+    positions = torch.cat([torch.arange(13), torch.arange(27)]).expand(2, 40)
+    packed = utils.and_masks(
+        utils.remap_positions_for_packed_sequence(utils.causal_mask_function, positions),
+        utils.packed_sequence_mask_function((torch.arange(40) >= 13).int().expand(2, 40)),
+    )
+    cu = torch.tensor([0, 13, 40, 53, 80])
+    lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 27, "max_length_k": 27}
+    both = {"mask_function": utils.bidirectional_mask_function, "allow_is_causal_skip": False}
+    both["allow_is_bidirectional_skip"] = True
+    no_skip, x = {"allow_is_causal_skip": False}, torch.ones(4)
+    return (
+        HuggingFace("causal, grouped heads"),
+        HuggingFace("bidirectional", both, {"is_causal": False}),
+        HuggingFace("padding on the left", {"attention_mask": left}),
+        HuggingFace("padding on the right", {"attention_mask": right}),
+        HuggingFace(
+            "padding, bidirectional", {**both, "attention_mask": right}, {"is_causal": False}
+        ),
+        HuggingFace("sliding window", window(7), {"sliding_window": 7}),
+        HuggingFace("sliding window that only the mask knows", window(7)),
+        HuggingFace("packed rows (position_ids)", {"mask_function": packed, **no_skip}),
+        HuggingFace("packed rows (cu_seq_lens)", {"mask_function": packed, **no_skip}, lengths),
+        HuggingFace("one-token step with a cache", {"q_offset": 39}, seqlens=(1, 40)),
+        HuggingFace("chunk of a prefill with a cache", {"q_offset": 30}, seqlens=(10, 40)),
+        HuggingFace("static cache", {"q_offset": torch.tensor(20)}, seqlens=(10, 40)),
+        HuggingFace("head_dim 256", head_dims=(256, 256)),
+        HuggingFace("head_dim 320", head_dims=(320, 320)),
+        HuggingFace("value heads of another size", head_dims=(64, 32)),
+        HuggingFace("torch.compile, fullgraph", {"attention_mask": left}, compiled=True),
+        HuggingFace(
+            "a mask of the model's own", {"mask_function": lambda b, h, q, k: (q + k) % 3 > 0}
+        ),
+        HuggingFace("padding inside a row, with a window", {"attention_mask": hole, **window(7)}),
+        HuggingFace("dropout", options={"dropout": 0.1}),
+        HuggingFace("softcap", options={"softcap": 2.0}),
+        HuggingFace("sinks", options={"s_aux": x}),
+        HuggingFace("relative position bias", options={"position_bias": torch.eye(40)[None, None]}),
+        HuggingFace("output_attentions", options={"output_attentions": True}),
+        HuggingFace("head_mask", options={"head_mask": x}),
+        HuggingFace("paged cache", options={"block_table": x}),
+        HuggingFace("ALiBi", options={"alibi_slopes": x}),
+    )
+
+
+# These change the result, so that transformers' mask alone is no reference for it.
+_CHANGES = ("dropout", "softcap", "s_aux", "position_bias")
+
+
+def try_hugging_face(row: HuggingFace) -> str:
+    """ "MXFP8", "high precision, with notice", "no" with the error's class, or "wrong"; forward and backward are run."""
+    from transformers.masking_utils import sdpa_mask
+
+    from .integrations import transformers as ours
+
+    torch.manual_seed(0)
+    shapes = zip(
+        (4, 2, 2), (row.seqlens[0], *row.seqlens[1:] * 2), (row.head_dims[0], *row.head_dims)
+    )
+    tensors = [torch.randn(2, h, s, d, requires_grad=True) for h, s, d in shapes]
+    module = torch.nn.Module()
+
+    def call(options):
+        mask = ours.make_mask(2, *row.seqlens, **row.mask)
+        return ours.attention(module, *tensors, mask, **options)[0]
+
+    if row.compiled:
+        torch._dynamo.reset()
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            dispatch.forget_warnings()
+            out = call(row.options)
+            out.float().square().sum().backward()
+    except (NotImplementedError, ValueError, TypeError) as error:
+        return f"no ({type(error).__name__})"
+    if not all(x.grad.isfinite().all() for x in tensors):
+        return "wrong"
+    told = any("high_precision" in str(w.message) for w in caught)
+    seen = sdpa_mask(
+        2,
+        *row.seqlens,
+        **{**row.mask, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
+    )
+    exact = F.scaled_dot_product_attention(*tensors, attn_mask=seen, enable_gqa=True).transpose(
+        1, 2
+    )
+    real = _real_queries(row)
+    error = float((out - exact)[real].detach().norm() / exact[real].detach().norm())
+    if any(name in row.options for name in _CHANGES):
+        return "high precision, with notice" if told and error > 0.01 else "wrong"
+    if error < 1e-5:
+        return "high precision, with notice" if told else "high precision, silently"
+    return "MXFP8" if error < 0.15 and not told else "wrong"
+
+
+def _real_queries(row: HuggingFace) -> torch.Tensor:
+    marks = row.mask.get("attention_mask")
+    return torch.ones(2, row.seqlens[0], dtype=torch.bool) if marks is None else marks
+
+
+def hugging_face() -> str:
+    """The matrix of the transformers integration as a Markdown table."""
+    lines = ['| feature | attn_implementation="flash_attn_mx" |', "|---|---|"]
+    saved = dispatch.get_fallback()
+    dispatch.set_fallback("warn")
+    try:
+        lines += [f"| {row.name} | {try_hugging_face(row)} |" for row in _hugging_face_rows()]
+    finally:
+        dispatch.set_fallback(saved)
+    return "\n".join(lines)
+
+
 def main(argv: Optional[list[str]] = None) -> int:
     """Prints the matrices for CPU tensors on this machine."""
     print(matrix())
     print(f"\ntorch's own functions while flash_attn_mx.sdpa is active:\n\n{drop_ins()}")
+    if importlib.util.find_spec("transformers") is not None:
+        print(f"\nHugging Face transformers:\n\n{hugging_face()}")
     return 0

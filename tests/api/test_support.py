@@ -59,3 +59,26 @@ def test_support_probe_sees_a_wrong_result():
         "broken", call=lambda q, k, v, **options: q * float("nan"), grad=False
     )
     assert support.try_feature(feature, "auto") == "wrong"
+
+
+def test_c42_transformers_matrix_is_generated_from_code():
+    """C12, C13, C42, C44: masks, windows and options of transformers, forward and backward, against its own mask."""
+    pytest.importorskip("transformers", minversion="5")
+    assert shown("docs/integrations.md", "transformers") == support.hugging_face()
+
+
+@pytest.mark.parametrize("lost", ["attention_mask", "local_size"])
+def test_transformers_probe_sees_a_mask_that_is_lost(monkeypatch, lost):
+    """The probe can fail: padding or a window that does not arrive is not a yes."""
+    pytest.importorskip("transformers", minversion="5")
+    from flash_attn_mx.integrations import transformers as ours
+
+    make_mask = ours.make_mask
+    monkeypatch.setattr(ours, "make_mask", lambda *a, **k: make_mask(*a, **{**k, lost: None}))
+    rows = {row.name: row for row in support._hugging_face_rows()}
+    name = (
+        "padding on the left"
+        if lost == "attention_mask"
+        else "sliding window that only the mask knows"
+    )
+    assert support.try_hugging_face(rows[name]) == "wrong"
