@@ -13,6 +13,7 @@ from torch.nn import attention as registry
 from torch.nn.attention import varlen
 
 import flash_attn_mx as famx
+from flash_attn_mx import sm100
 from flash_attn_mx.integrations import _aten
 from flash_attn_mx.integrations import sdpa as sdpa_module
 
@@ -264,6 +265,26 @@ def test_c28_sdpa_deterministic_algorithms():
     for other in runs[1:]:
         for a, b in zip(other, runs[0]):
             compare.assert_equal_bits(a, b)
+
+
+@pytest.mark.skipif(
+    not sm100.INSTANCES or bool(sm100.WHY_NO_EMULATOR or sm100.WHY_NO_HOST),
+    reason="needs device code, the emulator and the C++ operators",
+)
+def test_sdpa_on_the_emulated_kernels():
+    """set_backend("emulator"): forward and backward of the drop-in run the sm_100 PTX; causal top-left, Sk > Sq."""
+    q, k, v = (torch.randn(1, 1, s, 64).bfloat16().requires_grad_() for s in (40, 48, 48))
+    direct = [x.detach()[:, :, :40].transpose(1, 2).clone().requires_grad_() for x in (q, k, v)]
+    famx.set_backend("emulator")
+    want = famx.flash_attn_func(*direct, causal=True)
+    want_grads = torch.autograd.grad(want.float().square().sum(), direct)
+    with famx.sdpa.enabled():
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+    compare.assert_equal_bits(out.transpose(1, 2).contiguous(), want)
+    for got, expected in zip(grads, want_grads):
+        compare.assert_equal_bits(got[:, :, :40].transpose(1, 2).contiguous(), expected)
+        assert not got[:, :, 40:].any()
 
 
 # ---- layout ------------------------------------------------------------------------------------
