@@ -110,7 +110,8 @@ class TensorMap:
           tensor: torch tensor, numpy array, or an int address (then dims, strides and dtype are needed).
           box: elements per dimension.   dims: extents; default: the tensor's, reversed.
           strides: bytes, for dimensions 1..rank-1; default: the tensor's.
-          dtype: "uint8", "bfloat16", … (8-bit floats travel as uint8).   offset: bytes added to the address.
+          dtype: "uint8", "bfloat16", … (8-bit floats travel as uint8); "u4x16", "u4x16_p64", "u6x16_p32" for packed 4- and 6-bit
+            elements, with dims and box in elements (of an int address or a uint8 tensor).   offset: bytes added to the address.
           swizzle: none, 32B, 64B, 128B, 128B_ATOM_32B, 128B_ATOM_64B.   oob_fill: zero or nan.
         Raises: ValueError where the driver returns CUDA_ERROR_INVALID_VALUE.
         """

@@ -48,6 +48,11 @@ def kernel_seconds(text, part):
     return sum(float(s) for s in re.findall(rf"cudart_shim: \S*{part}\S*: .* MMAs, ([\d.]+) s", text))  # fmt: skip
 
 
+def kernel_instructions(text, part):
+    """Warp instructions of the same kernels."""
+    return sum(int(n) for n in re.findall(rf"cudart_shim: \S*{part}\S*: (\d+) warp", text))
+
+
 def distance(got, want):
     return ((got.double() - want).norm() / want.norm()).item()
 

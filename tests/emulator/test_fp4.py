@@ -83,6 +83,10 @@ def test_mixed_types_in_f8f6f4(ta, tb):
     ("mxf4.block_scale", 2, False), ("mxf4.block_scale.block32", 2, False),
     ("mxf4nvf4.block_scale.scale_vec::2X", 2, False), ("mxf4nvf4.block_scale.scale_vec::4X", 4, False),
     ("mxf4nvf4.block_scale.block16", 4, True),
+    ("mxf4.block_scale.scale_vec::2X.collector::a::fill", 2, False), ("mxf4.block_scale.collector::a::use", 2, False),
+    ("mxf4.block_scale.collector::a::lastuse", 2, False), ("mxf4.block_scale.collector::a::discard", 2, False),
+    ("mxf4nvf4.block_scale.block32.collector::a::fill", 2, False), ("mxf4nvf4.block_scale.block16.collector::a::use", 4, True),
+    ("mxf4nvf4.block_scale.block16.collector::a::lastuse", 4, True), ("mxf4nvf4.block_scale.block16.collector::a::discard", 4, True),
 ])  # fmt: skip
 @pytest.mark.parametrize("order", ["eager", "delayed", "random"])
 def test_fp4_kinds(kind, vec, e4m3, order):
