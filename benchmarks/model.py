@@ -141,7 +141,7 @@ def _speed_to_cycles(tflops: float, ghz: float, head_dim: int = 128, factor: flo
 
 
 _FA4 = "NCU pipe percentages, flash-attention issue 2701"
-_CUDNN = "cudnn-frontend 9.22 table, B=2 H=64/8, clock of its GB200 or GB300"
+_CUDNN = "cudnn-frontend 9.22 table, B=2 H=64/8; clocks assumed, 2.062 and 1.92 GHz"
 FORWARD_KNOWN = (
     Known("FA4 BF16, B200", {"tensor": 1024, "XU": 840, "issue": 575}, 1168, _FA4, True),
     Known("FA4 FP8, B200", {"tensor": 512, "XU": 840, "issue": 610}, 1174, _FA4, True),
