@@ -100,14 +100,20 @@ def capture(subject: Subject, pieces: int = 2) -> dict[str, Call]:
     return recorder.calls
 
 
-def layer_figures(call: Call) -> dict:
-    """One layer by itself, on its own fp32 inputs: relative errors of O and gradients, extremes, by head."""
-    q, k, v = (x.transpose(1, 2).contiguous().float() for x in (call.q, call.k, call.v))
-    dout = None if call.out.grad is None else call.out.grad.float()
+def call_options(call: Call) -> dict:
+    """What flash_attn_func must be told to attend as the call did; transformers counts the token itself as part of a window."""
     options = {"softmax_scale": call.scaling, "causal": bool(call.causal)}
     window = call.options.get("sliding_window")
     if window:
         options["window_size"] = (window - 1, -1 if call.causal else window - 1)
+    return options
+
+
+def layer_figures(call: Call) -> dict:
+    """One layer by itself, on its own fp32 inputs: relative errors of O and gradients, extremes, by head."""
+    q, k, v = (x.transpose(1, 2).contiguous().float() for x in (call.q, call.k, call.v))
+    dout = None if call.out.grad is None else call.out.grad.float()
+    options = call_options(call)
     got = _run(lambda *x: famx.flash_attn_func(*x, backend="portable", **options), q, k, v, dout)
     wanted = _run(_exact(options, q.shape[2] // k.shape[2]), *(x.double() for x in (q, k, v)), dout)
     parts = {t: _by_head(a, b) for t, a, b in zip(GRADS, got, wanted)}

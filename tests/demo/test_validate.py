@@ -119,7 +119,7 @@ def test_layer_figures_are_those_of_the_call():
         assert error == pytest.approx((sum(e for e, _ in parts) / sum(n for _, n in parts)) ** 0.5)
     call = calls["model.layers.0.self_attn"]
     q, k, v = (x.transpose(1, 2).double() for x in (call.q, call.k, call.v))
-    exact = steps._exact({"softmax_scale": call.scaling, "causal": True}, 2)(q, k, v)
+    exact = steps._exact(steps.call_options(call), 2)(q, k, v)
     torch.testing.assert_close(exact.float(), call.out.detach(), rtol=1e-4, atol=1e-5)
 
 
@@ -137,8 +137,7 @@ def test_windowed_layers_are_measured_with_their_window():
     assert call.options["sliding_window"] == 20
     assert steps.layer_figures(call)["errors"]["O"] < 0.08
     q, k, v = (x.transpose(1, 2).double() for x in (call.q, call.k, call.v))
-    options = {"softmax_scale": call.scaling, "causal": True, "window_size": (19, -1)}
-    exact = steps._exact(options, 1)(q, k, v)
+    exact = steps._exact(steps.call_options(call), 1)(q, k, v)
     torch.testing.assert_close(exact.float(), call.out.detach(), rtol=1e-4, atol=1e-5)
 
 
