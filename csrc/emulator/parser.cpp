@@ -734,6 +734,8 @@ void Parser::module_directive(const std::string& d) {
     skip_to('{');
     skip_to('}');
     if (s_ < e_) ++s_;
+  } else if (d == "reg" || d == "local" || d == "param") {
+    fail("." + d + " outside of a function");
   } else {
     body_directive(d);
   }

@@ -715,8 +715,50 @@ barrier.cluster.wait.aligned;
                      "st.shared::cluster.b32", "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32"], cluster, 2 * 512, grid=2, cluster=2)  # fmt: skip
 
 
+SCOPES = ("cta", "cluster", "gpu", "sys")
+
+
+def _spellings():
+    """Orderings, scopes, hints and types that the families above leave out; values must be those of the plain form."""
+    for t in ("b16", "u16", "s16", "b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64"):
+        u = f"u{t[1:]}"
+        simple(f"mov.{t}", u, 1)
+    for c, t in itertools.product(("eq", "ne"), ("u32", "s32")):
+        simple(f"set.{c}.{t}.b32", "u32", 2, 32)
+    regs = ".reg .b64 %old, %v;\n"
+    at = "mad.wide.u32 %d1, %lane, 16, %in;\nmad.wide.u32 %d2, %lane, 8, %out;\nmad.lo.u32 %r3, %lane, 8, %s;\n"
+    orders = [f"{s}.{c}" for s in ("relaxed", "acquire") for c in SCOPES]
+    hints = ["ca", "cg", "cs", "lu", "cv", "nc", "L2::64B", "L2::128B", "L2::256B", *(f"L1::{h}" for h in ("evict_normal", "evict_unchanged", "evict_first", "evict_last", "no_allocate"))]  # fmt: skip
+    for how in ["volatile.global", "weak.global", *(f"{o}.global" for o in orders), *(f"global.{h}" for h in hints)]:  # fmt: skip
+        free(f"ld.{how}.v2.b32", [f"ld.{how}.v2.b32"], f"{at}ld.{how}.v2.b32 {{%r4, %r5}}, [%d1];\nst.global.v2.b32 [%d2], {{%r4, %r5}};", 256)  # fmt: skip
+    for how in ["volatile.global", "weak.global", *(f"{o.replace('acquire', 'release')}.global" for o in orders), *(f"global.{h}" for h in ("wb", "cg", "cs", "wt")), *(f"global.{h}" for h in hints[9:])]:  # fmt: skip
+        free(f"st.{how}.v2.b32", [f"st.{how}.v2.b32"], f"{at}ld.global.v2.b32 {{%r4, %r5}}, [%d1];\nst.{how}.v2.b32 [%d2], {{%r4, %r5}};", 256)  # fmt: skip
+    for w, o in itertools.product(("shared", "shared::cta", "shared::cluster"), ("", "volatile", "relaxed.cta", "acquire.cluster")):  # fmt: skip
+        if not (o == "volatile" and w == "shared::cluster"):
+            ld, st = _dots("ld", o, w, "b64"), _dots("st", o.replace("acquire", "release"), w, "b64")  # fmt: skip
+            free(f"{ld}.{w}", [ld, st], f"{at}ld.global.b64 %v, [%d1];\n{st} [%r3], %v;\nbar.sync 0;\n{ld} %old, [%r3];\nst.global.b64 [%d2], %old;", 256, regs=regs)  # fmt: skip
+    for how in ("relaxed.cta.global", "acquire.gpu.global", "release.sys.global", "acq_rel.cluster.global", "acq_rel.cta.shared::cta", "relaxed.cluster.shared::cluster", "gpu.global"):  # fmt: skip
+        where = "[%r3]" if "shared" in how else "[%d2]"
+        atom, red = f"atom.{how}.add.u64", f"red.{how.replace('acquire', 'relaxed').replace('acq_rel', 'release')}.add.u64"  # fmt: skip
+        space = "shared" if "shared" in how else "global"
+        free(atom, [atom, red], f"{at}ld.global.b64 %v, [%d1];\nst.{space}.b64 {where}, %v;\n{atom} %old, {where}, %v;\n{red} {where}, 7;\nld.{space}.b64 %v, {where};\nadd.u64 %v, %v, %old;\nst.global.b64 [%d2], %v;", 256, regs=regs)  # fmt: skip
+    for v, t in (("v2", "f32"), ("v4", "f32"), ("v2", "f16"), ("v4", "bf16"), ("v8", "f16"), ("v2", "f16x2"), ("v4", "bf16x2")):  # fmt: skip
+        n, b = int(v[1:]), bits_of(t)
+        x = values(t, 2, n=128)
+        a, c = (y[: 32 * n if 32 * n <= 128 else 128] for y in x)
+        lanes, names = len(a) // n, [f"%e{i}" for i in range(n)]
+        vec = "{" + ", ".join(names) + "}"
+        load = "\n".join(f"ld.global.b{b} {r}, [%d1+{i * b // 8}{{}}];" for i, r in enumerate(names))  # fmt: skip
+        put = "\n".join(f"st.global.b{b} [%d2+{i * b // 8}], {r};" for i, r in enumerate(names))
+        red = _dots("red.global.add", "noftz" if "16" in t else "", v, t)
+        step = n * b // 8
+        body = f"setp.ge.u32 %q, %lane, {lanes};\n@%q bra Z;\nmad.wide.u32 %d1, %lane, {step}, %in;\nmad.wide.u32 %d2, %lane, {step}, %out;\n{load.replace('{}', '')}\n{put}\n{load.replace('{}', f'+{a.nbytes}')}\n{red} [%d2], {vec};\nZ:"  # fmt: skip
+        free(red, [red], body, a.nbytes, a.tobytes() + c.tobytes(), regs=f".reg .b{b} {', '.join(names)};\n")  # fmt: skip
+
+
 _warps()
 _memory()
 _async()
 _tensor_maps()
 _barriers()
+_spellings()

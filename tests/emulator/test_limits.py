@@ -50,6 +50,7 @@ BAD_TEXT = {
     "label twice": (body("A:\nA:"), "defined twice"),
     "unknown label": (body("bra NOWHERE;"), "unknown label NOWHERE"),
     "unclosed kernel": (GOOD.rstrip()[:-1], "end of file inside k"),
+    **{f".{d} in the module": (f"{HEADER}.{d} .b32 x;", f".{d} outside of a function") for d in ("reg", "local", "param")},
     "no version": (".target sm_100a\n", "no .version"),
     "predicate in a vector": (body("mov.b64 %d, {%q, %r0};", ".reg .b32 %r<4>; .reg .pred %q; .reg .b64 %d;"), "must not be predicates"),
     "address as a value": (body("stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r0], [%r1];"), "operand 2"),
