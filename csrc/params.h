@@ -50,7 +50,7 @@ struct AttnFwdParams {
 // arrays "by row tile" hold 128 rows for every tile, whatever the sequence's length.
 //   bias, minus_delta   [row tile][128] fp32
 //   dq_acc        [row tile][4][kHeadDim / 4][32][4] fp32: lots of 4 channels of 32 rows; sums of dS · K, not yet scaled
-//   dq_turn       [row tile]: how many warps have added to it, four for each key tile
+//   dq_turn       [row tile]: how many warps have added to it, four for each pair of key tiles
 // bwd_preprocess writes all of them; attn_bwd reads bias and minus_delta and adds to dq_acc; bwd_postprocess reads dq_acc.
 
 struct BwdPreprocessParams {
@@ -71,7 +71,7 @@ struct BwdPreprocessParams {
 };
 
 struct AttnBwdParams {
-  // Payloads, dimensions and boxes as in AttnFwdParams. *_col: blocks along the tokens; v_tok: one scale per token.
+  // Payloads, dimensions as in AttnFwdParams, boxes as attn_bwd/launch.h says. *_col: blocks along the tokens; v_tok: one scale per token.
   TensorMapBytes q, q_col, dout, dout_col, k, k_col, v_tok;
   const uint8_t *q_scale, *q_col_scale, *dout_scale, *dout_col_scale, *k_scale,
       *k_col_scale;            // atoms
@@ -79,7 +79,7 @@ struct AttnBwdParams {
   const float *bias, *minus_delta;
   float* dq_acc;  // null: dQ is not wanted
   int32_t*
-      dq_turn;  // null: key tiles add to dQ in any order; else in ascending order, the same bits every time
+      dq_turn;  // null: pairs of key tiles add to dQ in any order; else in ascending order, the same bits every time
   void *dk, *dv;  // (batch, seqlen_k, heads_k, head_dim); null: not wanted
   const int32_t *cu_seqlens_q, *cu_seqlens_k;
   int64_t v_tok_scale_stride_batch, v_tok_scale_stride_token, v_tok_scale_stride_head;
