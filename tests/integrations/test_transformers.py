@@ -378,6 +378,15 @@ def test_softcap_is_served_with_notice():
     assert_close(actual[marks.bool()], expected[marks.bool()], frobenius=HIGH_PRECISION)
 
 
+def test_rows_of_padding_are_zero_in_high_precision_too():
+    q, k, v = (heads_first(2, 2, 9, 16, seed=s) for s in range(3))
+    marks = padding(9, left=4).bool()
+    mask = ours.make_mask(2, 9, 9, attention_mask=marks)
+    for options in ({"softcap": 2.0}, {"dropout": 0.1}):
+        out, _ = ours.attention(Layer(), q, k, v, mask, **options)
+        assert not out[~marks].any() and out[marks].any()
+
+
 def test_sinks_are_served_with_notice():
     famx.set_fallback("warn")
     options = dict(
@@ -429,6 +438,7 @@ def test_c48_dropout_is_applied_in_training_only():
         [ours.attention(Layer(), v, v, v, mask, dropout=0.1)[0][:, 10:] for _ in range(60)]
     )
     assert abs(float(draws.mean()) - 1) < 0.01
+    assert draws.std() > 0.05  # applied to padded rows too
 
 
 def test_output_attentions_gives_weights_with_notice():
