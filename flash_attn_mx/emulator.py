@@ -13,7 +13,8 @@ import struct
 import sys
 from dataclasses import dataclass, field
 
-CHECKS = ("uninit", "proxy", "async", "leaks", "replicas")
+CHECKS = ("uninit", "proxy", "async", "leaks", "replicas", "race", "lap")
+STRICT = ("ptx",)  # what the PTX ISA asks for and much code that works does not keep
 _ORDERS = {"eager": 0, "delayed": 1, "random": 2}
 _MMA = {"model": 0, "fp64": 1}
 _DTYPES = {"uint8": 0, "uint16": 1, "uint32": 2, "int32": 3, "uint64": 4, "int64": 5, "float16": 6, "float32": 7,
@@ -216,7 +217,7 @@ class Kernel:
 
     def launch(self, grid, block, args, cluster=(1, 1, 1), smem_bytes=0, *, order="eager", seed=0, checks=True, threads=1,
                mma="model", buffers=(), undefined=(), timeout=600.0, memory=8 << 30, stack=512 << 10, printf_bytes=1 << 20,
-               trace=None):  # fmt: skip
+               trace=None, registers=0):  # fmt: skip
         """Runs the kernel to completion.
 
         Args:
@@ -225,7 +226,7 @@ class Kernel:
             parameter block as bytes.
           order: when asynchronous work happens: "eager" at issue, "delayed" only when no warp can go on, "random" any time.
           seed: of the warp and asynchronous order; the same seed gives the same run (with cluster launch control: on one thread).
-          checks: True (all), False, or names out of CHECKS. Bounds, alignment, barrier and descriptor errors are always raised.
+          checks: True (CHECKS), "all" (CHECKS and STRICT), False, or names out of both. Bounds, alignment, barrier and descriptor errors are always raised.
           mma: "model" (25-bit truncating bit model) or "fp64".
           buffers: tensors that the kernel reaches through addresses inside bytes.   undefined: those of its tensors
             whose contents are not defined yet: reading them before a write is an error.
@@ -235,6 +236,7 @@ class Kernel:
           printf_bytes: what printf may leave; later lines are dropped, and the last line of Report.output counts them.
           trace: path of a trace to write (Chrome's trace-event format; open it at ui.perfetto.dev), also when the kernel
             fails. The first million events of a cluster.
+          registers: per thread at launch, which setmaxnreg divides; 0: .maxnreg, or all that the launch bounds leave.
         Returns: Report.
         Raises: EmulatorError for anything the kernel does wrong, the time limit included; ValueError/TypeError for wrong
           arguments and for what exceeds memory= or stack=; KeyboardInterrupt.
@@ -243,21 +245,23 @@ class Kernel:
             raise ValueError(f"order must be one of {', '.join(_ORDERS)}, got {order!r}")
         if mma not in _MMA:
             raise ValueError(f"mma must be one of {', '.join(_MMA)}, got {mma!r}")
-        names = CHECKS if checks is True else () if checks is False else tuple(checks)
-        for c in names:
-            if c not in CHECKS:
-                raise ValueError(f"unknown check {c!r}; there are {', '.join(CHECKS)}")
+        known = CHECKS + STRICT
+        names = {True: CHECKS, False: (), "all": known}.get(checks) if isinstance(checks, (bool, str)) else tuple(checks)  # fmt: skip
+        for c in names if names is not None else (checks,):
+            if c not in known:
+                raise ValueError(f"unknown check {c!r}; there are {', '.join(known)}")
         _whole(smem_bytes, "smem_bytes", 0, 232448)
         _whole(seed, "seed", -(2**63), 2**64 - 1)
         _whole(threads, "threads", 1, 256)
         for what, v in (("memory", memory), ("stack", stack), ("printf_bytes", printf_bytes)):
             _whole(v, what, 0, 2**48)
+        _whole(registers, "registers", 0, 255)
         if not 0 < timeout <= 1e9:
             raise ValueError(f"timeout must be a number of seconds above 0, got {timeout}")
         used = list(buffers)
         block_bytes = self._pack(args, used)
         options = dict(grid=_dims(grid, "grid"), cluster=_dims(cluster, "cluster"), block=_dims(block, "block"), smem_bytes=smem_bytes, order=_ORDERS[order],
-                       seed=seed & (2**64 - 1), threads=threads, mma=_MMA[mma], timeout=float(timeout), memory=memory, stack=stack, printf_bytes=printf_bytes, trace_events=_TRACE_EVENTS if trace else 0, checks=list(names))  # fmt: skip
+                       seed=seed & (2**64 - 1), threads=threads, mma=_MMA[mma], timeout=float(timeout), memory=memory, stack=stack, printf_bytes=printf_bytes, trace_events=_TRACE_EVENTS if trace else 0, checks=list(names), registers=registers)  # fmt: skip
         out = self._module._native.launch(
             self.name, block_bytes, _regions(used, undefined), options
         )

@@ -191,6 +191,8 @@ py::dict PyModule::launch(
   m.opt.checks.uninit = on("uninit"), m.opt.checks.proxy = on("proxy"),
   m.opt.checks.leaks = on("leaks");
   m.opt.checks.async_overlap = on("async"), m.opt.checks.replicas = on("replicas");
+  m.opt.checks.race = on("race"), m.opt.checks.lap = on("lap"), m.opt.checks.ptx = on("ptx");
+  m.opt.registers = o["registers"].cast<uint32_t>();
   check_launch(*m.prog, m.opt);
   if (params.size() != m.prog->param_bytes)
     throw py::value_error(name + ": " + std::to_string(params.size()) +

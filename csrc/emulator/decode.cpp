@@ -19,6 +19,7 @@ class Compiler {
  private:
   void layout_shared();
   void collect(const RawOp& o, std::vector<Symbol*>& out, std::set<Symbol*>& seen);
+  void find_loaded_registers();
   Operand operand(const RawOp& o, const RawInsn& in);
   Operand symbol(const RawOp& o);
   Operand constant(uint64_t v);
@@ -253,6 +254,8 @@ void Compiler::run() {
   std::memcpy(p_.reqntid, raw_.reqntid, sizeof p_.reqntid);
   std::memcpy(p_.maxntid, raw_.maxntid, sizeof p_.maxntid);
   std::memcpy(p_.reqcluster, raw_.reqcluster, sizeof p_.reqcluster);
+  p_.minnctapersm = raw_.minnctapersm;
+  p_.maxnreg = raw_.maxnreg;
   layout_shared();
   std::unordered_map<std::string, int> forms;
   p_.code.resize(raw_.insns.size() + 1);
@@ -296,6 +299,34 @@ void Compiler::run() {
   end.line = raw_.insns.empty() ? raw_.line : raw_.insns.back().line;
   end.form = (uint16_t)find_form("exit");
   end.fn = exit_(d);
+  find_loaded_registers();
+}
+
+void for_registers(const Operand& o, const std::function<void(uint32_t off)>& f) {
+  if (o.kind == Operand::Reg) f(o.off);
+  for (uint32_t i = 0; i < o.count; ++i) for_registers(o.sub[i], f);
+}
+
+// Which registers some tcgen05.ld writes, and which instructions name them (race.h).
+void Compiler::find_loaded_registers() {
+  std::unordered_map<uint32_t, uint32_t> slot;
+  auto loads = [&](const Instr& in) { return std::strncmp(in.text, "tcgen05.ld.", 11) == 0; };
+  for (auto& in : p_.code)
+    if (loads(in))
+      for_registers(in.op[0], [&](uint32_t off) { slot.emplace(off, (uint32_t)slot.size()); });
+  if (slot.empty()) return;
+  for (auto& in : p_.code) {
+    std::vector<uint32_t> used;
+    auto note = [&](uint32_t off) {
+      auto it = slot.find(off);
+      if (it != slot.end()) used.push_back(it->second);
+    };
+    if (loads(in)) in.flags |= kTmemLd;
+    for (uint8_t i = 0; i < (loads(in) ? 1 : in.nops); ++i) for_registers(in.op[i], note);
+    if (used.empty()) continue;
+    in.ld_regs = (uint32_t)p_.ld_regs.size();
+    p_.ld_regs.push_back(std::move(used));
+  }
 }
 
 }  // namespace

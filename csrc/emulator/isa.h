@@ -40,6 +40,7 @@ enum class Ty : uint8_t {
 };
 Ty parse_type(const std::string& s);
 inline bool is_signed(Ty t) { return t >= Ty::S8 && t <= Ty::S64; }
+inline bool is_float(Ty t) { return t >= Ty::F16 && t <= Ty::TF32; }
 unsigned type_bytes(Ty t);
 
 struct Decode;
@@ -141,7 +142,10 @@ struct Program {
   std::vector<RawParam> params;
   uint32_t param_bytes = 0, reg_bytes = 0, local_bytes = 0, static_smem = 0, dyn_align = 16;
   int reqntid[3] = {0, 0, 0}, maxntid[3] = {0, 0, 0}, reqcluster[3] = {0, 0, 0};
+  int minnctapersm = 0, maxnreg = 0;
   std::vector<Instr> code;
+  // By Instr::ld_regs: slots of registers that some tcgen05.ld writes. [0] is empty.
+  std::vector<std::vector<uint32_t>> ld_regs{{}};
   std::deque<std::vector<Operand>> pool;
   std::deque<ConstLanes> consts;
   std::unordered_map<uint64_t, const ConstLanes*> const_index;

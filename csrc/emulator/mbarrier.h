@@ -38,8 +38,8 @@ struct MbarChange {
   int64_t expect_tx = 0, complete_tx = 0;
 };
 
-// Applies one change to the barrier at `ref`; flips the phase when both counts are done. Throws
+// Applies one change to the barrier at `ref`, which learns what `from` knows; flips the phase when both counts are done. Throws
 // Fault on misuse. Returns the barrier's word before the change (the state token).
-uint64_t mbar_apply(Cluster& cl, const Ref& ref, const MbarChange& c);
+uint64_t mbar_apply(Cluster& cl, const Ref& ref, const MbarChange& c, const Known* from = nullptr);
 
 }  // namespace flash_attn_mx::emu

@@ -115,8 +115,16 @@ Ref resolve_shared(Exec& x, Space space, uint64_t addr, uint32_t bytes, Access a
                 "shared access of " + std::to_string(bytes) + " bytes at " + hex(addr) +
                     ", the CTA has [" + hex(kSmemBase) + ", " + hex(kSmemBase + c.smem_bytes) + ")",
                 lane);
+  if (&c != x.cta && !c.live_warps)
+    throw Fault("exited", "shared access at " + hex(addr) + ", whose CTA has exited", lane);
   if (a != Access::Write) check_written(c, off, bytes, "read");
-  if (a != Access::Read) note_generic_write(x, c, off, bytes, lane);
+  if (a != Access::Read) mark_written(c, off, bytes);
+  if (x.cl->race) {
+    if (&c != x.cta) x.cl->race->remote(*x.w, c, x.in->line);
+    Race::Who who = x.cl->race->who(*x.w, Agent::Generic, x.in->line, x.in->text);
+    who.strong = a == Access::Atomic || (x.in->flags & kStrong);
+    x.cl->race->shared(c, off, bytes, who, a != Access::Read);
+  }
   Ref r;
   r.p = c.smem.data() + off;
   r.cta = &c;
@@ -228,42 +236,11 @@ void check_written(const Cta& c, uint32_t off, uint32_t bytes, const char* what)
                             ": byte " + hex(bad) + " was never written");
 }
 
-void note_generic_write(Exec& x, Cta& c, uint32_t off, uint32_t bytes, int) {
-  mark_written(c, off, bytes);
-  note_unfenced(x, c, off, bytes);
-}
-
-void note_unfenced(Exec& x, Cta& c, uint32_t off, uint32_t bytes) {
-  if (c.write_time.empty()) return;
-  for (uint32_t g = off >> 4; g <= (off + bytes - 1) >> 4; ++g) {
-    c.write_time[g] = x.cl->time;
-    c.writer[g] = (uint16_t)(x.cta->rank * 64 + x.w->id);
-  }
-}
-
-void async_write(Cta& c, uint32_t off, uint32_t bytes) {
-  mark_written(c, off, bytes);
-  if (c.write_time.empty() || !bytes) return;
-  for (uint32_t g = off >> 4; g <= (off + bytes - 1) >> 4; ++g) c.write_time[g] = 0;
-}
-
-void check_async_read(Cta& c, uint32_t off, uint32_t bytes, const char* what) {
+void check_async_read(Exec& x, Agent agent, Cta& c, uint32_t off, uint32_t bytes,
+                      const char* what) {
   check_written(c, off, bytes, what);
-  if (c.write_time.empty()) return;
-  for (uint32_t g = off >> 4; g <= (off + bytes - 1) >> 4; ++g) {
-    uint32_t t = c.write_time[g];
-    if (!t) continue;
-    uint16_t wr = c.writer[g];
-    Cta& wc = *c.cluster->ctas[wr >> 6];
-    if (wc.warps[wr & 63]->fence_time >= t) continue;
-    bool covered = false;
-    for (auto& o : c.cluster->ctas) covered |= o->fence_cover >= t;
-    if (covered) continue;
-    throw Fault("proxy", std::string(what) + " of shared bytes " + hex(g << 4) +
-                             "..: written by a generic store of CTA " + std::to_string(wr >> 6) +
-                             " warp " + std::to_string(wr & 63) +
-                             " with no fence.proxy.async since");
-  }
+  if (x.cl->race)
+    x.cl->race->shared(c, off, bytes, x.cl->race->who(*x.w, agent, x.in->line, what), false);
 }
 
 void check_no_pending_read(Cluster& cl, const Cta& c, uint32_t off, uint32_t bytes,

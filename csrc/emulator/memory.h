@@ -34,13 +34,8 @@ Ref shared_ref(Cluster& cl, uint32_t addr, uint32_t bytes, const char* what);
 void mark_written(Cta& c, uint32_t off, uint32_t bytes);
 void check_written(const Cta& c, uint32_t off, uint32_t bytes, const char* what);
 
-// Proxy rules. note_generic_write: st/atom; async_write: TMA data; check_async_read: what TMA
-// store, MMA and cp read.
-// What cp.async writes: note_unfenced at issue, mark_written once the bytes are there.
-void note_unfenced(Exec& x, Cta& c, uint32_t off, uint32_t bytes);
-void note_generic_write(Exec& x, Cta& c, uint32_t off, uint32_t bytes, int lane);
-void async_write(Cta& c, uint32_t off, uint32_t bytes);
-void check_async_read(Cta& c, uint32_t off, uint32_t bytes, const char* what);
+// What TMA store, MMA and cp read: written, ordered and fenced?
+void check_async_read(Exec& x, Agent agent, Cta& c, uint32_t off, uint32_t bytes, const char* what);
 // Faults if an async operation that nobody waited for still reads these bytes.
 void check_no_pending_read(Cluster& cl, const Cta& c, uint32_t off, uint32_t bytes,
                            const char* what);

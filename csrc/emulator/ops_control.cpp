@@ -15,12 +15,20 @@ bool converge(Exec& x, uint32_t members) {
   return false;
 }
 
+namespace {
+void finish(NamedBarrier& b) {
+  ++b.gen;
+  b.done = std::move(b.acc);
+  b.acc.clear();
+}
+}  // namespace
+
 void finish_named_barriers(
     Cta& c) {  // after an exit: barriers that wait for all remaining threads may be complete
   for (auto& b : c.bars) {
     if (b.arrived && b.expected == 0 && b.arrived >= 32u * c.live_warps) {
       b.arrived = 0;
-      ++b.gen;
+      finish(b);
       ++c.cluster->events;
     }
   }
@@ -34,6 +42,10 @@ void finish_cluster_barrier(Cluster& cl) {
   if (cl.barrier_arrived && cl.barrier_arrived + exited >= total) {
     cl.barrier_arrived = 0;
     ++cl.barrier_gen;
+    if (cl.race) {
+      cl.race->cluster_done = std::move(cl.race->cluster_acc);
+      cl.race->cluster_acc.clear();
+    }
     ++cl.events;
   }
 }
@@ -98,7 +110,18 @@ void do_nanosleep(Exec& x, const Instr&, uint32_t) {
   x.block(Why::Yield, 0, 0);
 }
 
-void do_aligned_nop(Exec& x, const Instr&, uint32_t) { converge(x, kFull); }
+// The CTA has the registers that its launch gave it. An increase waits until others gave up enough.
+void do_setmaxnreg(Exec& x, const Instr& in, uint32_t) {  // aux: count, increase
+  if (!converge(x, kFull)) return;
+  const uint32_t want = in.aux[0], has = x.w->registers;
+  if (in.aux[1] ? want <= has : want >= has) return;
+  if (in.aux[1] && want - has > x.cta->free_registers)
+    return x.block(Why::Registers, want, has, &x.cta->registers_gen);
+  x.cta->free_registers += has - want;
+  ++x.cta->registers_gen;
+  ++x.cl->events;
+  x.w->registers = want;
+}
 
 // ---- calls
 // -------------------------------------------------------------------------------------------------------------
@@ -367,6 +390,7 @@ void do_barrier(Exec& x, const Instr& in, uint32_t mask) {
                       " threads while others wait for " + std::to_string(b.expected),
                   l);
     if (!b.arrived) b.red_and = 1, b.red_or = 0, b.red_pop = 0;
+    if (x.cl->race) x.cl->race->release(*x.w, b.acc);
     b.expected = (uint32_t)want;
     b.arrived += n;
     if (red) {
@@ -383,14 +407,14 @@ void do_barrier(Exec& x, const Instr& in, uint32_t mask) {
     if (b.arrived == need) {
       b.arrived = 0;
       b.out_and = b.red_and, b.out_or = b.red_or, b.out_pop = b.red_pop;
-      ++b.gen;
+      finish(b);
     } else if (waits) {
       x.g->arrived = true;
       return x.block(Why::NamedBarrier, id, need, &b.gen);
     }
   }
   x.g->arrived = false;
-  if (waits) x.w->sync_time = x.cl->time;
+  if (waits && x.cl->race) x.cl->race->acquire(*x.w, b.done);
   if (red == 3) {
     uint32_t out[32];
     for (auto& o : out) o = b.out_pop;
@@ -413,6 +437,7 @@ void do_cluster_arrive(Exec& x, const Instr& in, uint32_t mask) {  // aux: align
     x.w->cluster_gen[l] = x.cl->barrier_gen;
   }
   x.cl->barrier_arrived += (uint32_t)__builtin_popcount(mask);
+  if (x.cl->race) x.cl->race->release(*x.w, x.cl->race->cluster_acc);
   ++x.cl->events;
   finish_cluster_barrier(*x.cl);
 }
@@ -428,12 +453,16 @@ void do_cluster_wait(Exec& x, const Instr& in, uint32_t mask) {
                      &x.cl->barrier_gen);
   }
   for (uint32_t m = mask; m; m &= m - 1) x.w->cluster_gen[first_lane(m)] = ~0ull;
-  x.w->sync_time = x.cl->time;
+  if (x.cl->race) x.cl->race->acquire(*x.w, x.cl->race->cluster_done);
 }
 
 void do_fence_proxy(Exec& x, const Instr&, uint32_t) {
-  x.w->fence_time = x.cl->time;
-  x.cta->fence_cover = std::max(x.cta->fence_cover, x.w->sync_time);
+  if (x.cl->race) x.cl->race->fence_proxy(*x.w);
+}
+
+void do_tensor_fence(Exec& x, const Instr& in, uint32_t) {  // aux: after
+  if (!x.cl->race) return;
+  in.aux[0] ? x.cl->race->fence_after(*x.w) : x.cl->race->fence_before(*x.w);
 }
 
 // ---- cluster launch control
@@ -455,7 +484,14 @@ void do_clc_try(Exec& x, const Instr& in,
   }
   AsyncOp op;
   op.origin = where(x);
-  op.run = [cl = x.cl, to] {
+  Snapshot from;
+  if (Race* race = x.cl->race.get()) {
+    for (auto& t : to)
+      race->shared(*t.first.cta, t.first.off, 16,
+                   race->copy(*x.w, *t.second.cta, t.second.off, in.line, "try_cancel"), true);
+    from = race->snapshot(*x.w, false);
+  }
+  op.run = [cl = x.cl, to, from] {
     Machine& m = *cl->m;
     uint32_t id = m.next_cluster.fetch_add(1), resp[4] = {0, 0, 0, 0};
     if (id < m.num_clusters) {
@@ -470,10 +506,10 @@ void do_clc_try(Exec& x, const Instr& in,
     }
     for (auto& t : to) {
       std::memcpy(t.first.p, resp, 16);
-      async_write(*t.first.cta, t.first.off, 16);
+      mark_written(*t.first.cta, t.first.off, 16);
       MbarChange c;
       c.complete_tx = 16;
-      mbar_apply(*cl, t.second, c);
+      mbar_apply(*cl, t.second, c, from.get());
     }
   };
   submit(x, std::move(op));
@@ -530,7 +566,9 @@ ExecFn setmaxnreg(Decode& d) {
   int64_t n = d.ops[0].imm;
   if (d.ops[0].kind != Operand::Const || n < 24 || n > 256 || n % 8)
     d.fail("register count must be a constant, 24..256 in steps of 8");
-  return &do_aligned_nop;
+  d.in.aux[0] = (uint32_t)n;
+  d.in.aux[1] = d.has("inc");
+  return &do_setmaxnreg;
 }
 ExecFn elect(Decode& d) {
   d.want(2, 2), d.data(1);
@@ -600,7 +638,13 @@ ExecFn cluster_wait(Decode& d) {
   return &do_cluster_wait;
 }
 ExecFn fence(Decode&) { return nullptr; }
-ExecFn fence_proxy(Decode& d) { return d.has_prefix("async") ? &do_fence_proxy : nullptr; }
+ExecFn tc_fence(Decode& d) {
+  d.in.aux[0] = d.has("fence::after_thread_sync");
+  return &do_tensor_fence;
+}
+ExecFn fence_proxy(Decode& d) {
+  return d.has("async") && !d.has("global") ? &do_fence_proxy : nullptr;
+}
 ExecFn clc_try(Decode& d) {
   d.want(2, 2), d.mem(0), d.mem(1);
   d.in.aux[0] = d.has("multicast::cluster::all");

@@ -14,13 +14,20 @@ void wake_waiters(Cluster& cl, const Ref& ref) {
   const uint64_t key = (uint64_t)ref.cta->rank << 24 | ref.off;
   for (auto& w : ref.cta->warps)
     for (auto& g : w->groups)
-      if (g.why == Why::Mbarrier && g.key == key) g.want |= kReleased, g.poll = nullptr;
+      if (g.why == Why::Mbarrier && g.key == key) {
+        if (g.want & kReleased && cl.m->opt.checks.lap)
+          throw Fault("lap", "the mbarrier at " + hex(ref.off) + " of CTA " +
+                                 std::to_string(ref.cta->rank) +
+                                 " ends a second phase while warp " + std::to_string(w->id) +
+                                 " has not yet seen the one that it waits for end");
+        g.want |= kReleased, g.poll = nullptr;
+      }
   ++cl.phase_flips;
   ++cl.events;
 }
 }  // namespace
 
-uint64_t mbar_apply(Cluster& cl, const Ref& ref, const MbarChange& c) {
+uint64_t mbar_apply(Cluster& cl, const Ref& ref, const MbarChange& c, const Known* from) {
   Mbar b = Mbar::load(ref.p);
   auto at = [&] {
     return "mbarrier at " + hex(ref.off) + " of CTA " + std::to_string(ref.cta->rank);
@@ -36,12 +43,14 @@ uint64_t mbar_apply(Cluster& cl, const Ref& ref, const MbarChange& c) {
                                 std::to_string(b.pending) + " pending of " +
                                 std::to_string(b.expected) + " in phase " +
                                 std::to_string(b.phase));
+  if (cl.race && from) cl.race->mbar_arrive(*ref.cta, ref.off, *from);
   b.tx = (int32_t)tx;
   b.pending -= n;
   b.expected -= c.drop;
   if (b.pending == 0 && b.tx == 0) {
     b.phase = !b.phase;
     b.pending = b.expected;
+    if (cl.race) cl.race->mbar_phase(*ref.cta, ref.off);
     wake_waiters(cl, ref);
   }
   b.store(ref.p);
@@ -51,13 +60,24 @@ uint64_t mbar_apply(Cluster& cl, const Ref& ref, const MbarChange& c) {
 
 namespace {
 
+// What a warp's arrival on a barrier passes on; the lanes of an instruction share it.
+Snapshot arrival(Exec& x, const Ref& ref) {
+  if (!x.cl->race) return nullptr;
+  x.cl->race->mbar_used(*x.w, *ref.cta, ref.off, x.in->line);
+  if (ref.cta != x.cta) x.cl->race->remote(*x.w, *ref.cta, x.in->line);
+  return x.cl->race->snapshot(*x.w, false);
+}
+
 Ref barrier_ref(Exec& x, const Operand& mem, int lane, Space s) {
   uint32_t a = shared_addr(x, mem, lane);
   if (a & 7) throw Fault("align", "mbarrier address " + hex(a) + " is not 8-byte aligned", lane);
   if (s != Space::SharedCluster && (a >> 24) != x.cta->rank)
     throw Fault("bounds",
                 "mbarrier at " + hex(a) + " belongs to CTA rank " + std::to_string(a >> 24), lane);
-  return shared_ref(*x.cl, a, 8, "mbarrier");
+  Ref r = shared_ref(*x.cl, a, 8, "mbarrier");
+  if (r.cta != x.cta && !r.cta->live_warps)
+    throw Fault("exited", "mbarrier at " + hex(a) + ", whose CTA has exited", lane);
+  return r;
 }
 
 void do_init(Exec& x, const Instr& in, uint32_t mask) {
@@ -78,6 +98,7 @@ void do_init(Exec& x, const Instr& in, uint32_t mask) {
     b.valid = true;
     b.store(r.p);
     mark_written(*r.cta, r.off, 8);
+    if (x.cl->race) x.cl->race->mbar_init(*x.w, *r.cta, r.off, in.line);
     r.cta->mbars[r.off] = {in.line};
     ++x.cl->events;
   }
@@ -96,7 +117,8 @@ void do_tx(Exec& x, const Instr& in, uint32_t mask) {  // aux: space, complete
     int l = first_lane(m);
     MbarChange c;
     (in.aux[1] ? c.complete_tx : c.expect_tx) = (int64_t)(uint32_t)src_lane(x, in.op[1], l);
-    mbar_apply(*x.cl, barrier_ref(x, in.op[0], l, (Space)in.aux[0]), c);
+    Ref r = barrier_ref(x, in.op[0], l, (Space)in.aux[0]);
+    mbar_apply(*x.cl, r, c, arrival(x, r).get());
   }
 }
 
@@ -104,6 +126,8 @@ void do_arrive(Exec& x, const Instr& in,
                uint32_t mask) {  // aux: space, 1 expect_tx | 2 drop, has destination, has count
   const Operand& mem = in.op[in.aux[2]];
   uint64_t out[32] = {};
+  Snapshot from;
+  const uint8_t* last = nullptr;
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = first_lane(m);
     MbarChange c;
@@ -114,7 +138,10 @@ void do_arrive(Exec& x, const Instr& in,
       n = v;
     if (n == 0) throw Fault("mbarrier", "arrival with count 0", l);
     (in.aux[1] & 2 ? c.drop : c.arrive) = n;
-    out[l] = mbar_apply(*x.cl, barrier_ref(x, mem, l, (Space)in.aux[0]), c);
+    Ref r = barrier_ref(x, mem, l, (Space)in.aux[0]);
+    const bool again = r.p == last;
+    if (!again) from = arrival(x, r), last = r.p;
+    out[l] = mbar_apply(*x.cl, r, c, again ? nullptr : from.get());
   }
   if (in.aux[2]) put(x, in.op[0], out, mask);
 }
@@ -125,6 +152,7 @@ void do_arrive(Exec& x, const Instr& in,
 void do_wait(Exec& x, const Instr& in, uint32_t mask) {
   uint32_t done = 0;
   const Ref* blocked = nullptr;
+  std::vector<Ref> seen;
   Ref r;
   uint64_t want = 0;
   for (uint32_t m = mask; m; m &= m - 1) {
@@ -138,17 +166,20 @@ void do_wait(Exec& x, const Instr& in, uint32_t mask) {
     bool old_phase = in.aux[0] ? (v & 1) : (v >> 63);
     const bool released =
         (x.g->want & kReleased) && x.g->key == ((uint64_t)q.cta->rank << 24 | q.off);
-    if (b.phase != old_phase || released)
+    if (b.phase != old_phase || released) {
       done |= 1u << l;
-    else
+      if (seen.empty() || seen.back().p != q.p) seen.push_back(q);
+    } else {
       r = q, blocked = &r, want = old_phase;
+    }
   }
   if (blocked && !x.g->timed_out && !(x.m->opt.order == Order::Random && x.cl->random() % 4 == 0)) {
     x.block(Why::Mbarrier, (uint64_t)blocked->cta->rank << 24 | blocked->off, want,
             reinterpret_cast<const uint64_t*>(blocked->p), kMbarPhaseBit);
     return;
   }
-  if (done) x.w->sync_time = x.cl->time;
+  if (x.cl->race)
+    for (auto& s : seen) x.cl->race->mbar_observed(*x.w, *s.cta, s.off, in.line);
   x.g->timed_out = false;
   x.g->want = 0;
   ++x.cl->stat_waits;
@@ -174,7 +205,6 @@ void do_cp_async(
   std::vector<Copy> copies;
   std::vector<std::shared_ptr<int>> counts;
   const uint32_t bytes = in.aux[0];
-  ++x.cl->time;
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = first_lane(m);
     Copy c;
@@ -199,7 +229,9 @@ void do_cp_async(
     }
     c.src = c.n ? resolve(x, Space::Global, s, c.n, Access::Read, l, 1).p : nullptr;
     if (x.cl->pending_reads) check_no_pending_read(*x.cl, *c.dst.cta, c.dst.off, bytes, "cp.async");
-    note_unfenced(x, *c.dst.cta, c.dst.off, bytes);
+    if (x.cl->race)
+      x.cl->race->shared(*c.dst.cta, c.dst.off, bytes,
+                         x.cl->race->who(*x.w, Agent::CpAsync, in.line, "cp.async"), true);
     copies.push_back(c);
     auto& g = x.w->cpasync[l];
     ++*g.open;
@@ -222,19 +254,25 @@ void do_cp_async(
 
 void do_cp_async_group(Exec& x, const Instr& in,
                        uint32_t mask) {  // aux: 0 commit, 1 wait_group, 2 wait_all; N
+  Race* const race = x.cl->race.get();
+  const uint32_t stamp = race ? race->own(*x.w, Agent::CpAsync) : 0;
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = first_lane(m);
     auto& g = x.w->cpasync[l];
     while (!g.committed.empty() && *g.committed.front() == 0) g.committed.pop_front();
     if (in.aux[0] == 0) {
       g.committed.push_back(g.open);
+      g.stamps.push_back(stamp);
       g.open = std::make_shared<int>(0);
       continue;
     }
     size_t keep = in.aux[0] == 2 ? 0 : in.aux[1];
     if (g.committed.size() > keep || (in.aux[0] == 2 && *g.open))
       return x.block(Why::CpAsync, (uint64_t)l, keep);
+    const uint32_t over = g.covered(keep);
+    if (race) race->complete(*x.w, Agent::CpAsync, in.aux[0] == 2 ? stamp : over);
   }
+  if (race && in.aux[0] != 1) race->tick(*x.w, Agent::CpAsync);
 }
 
 void do_cp_async_mbarrier(Exec& x, const Instr& in, uint32_t mask) {  // aux: noinc
@@ -252,14 +290,20 @@ void do_cp_async_mbarrier(Exec& x, const Instr& in, uint32_t mask) {  // aux: no
     }
     refs.push_back(r);
   }
+  Snapshot from;
+  if (Race* race = x.cl->race.get()) {
+    auto k = std::make_shared<Known>(*race->snapshot(*x.w, false));
+    race->know(*k, *x.w, Agent::CpAsync);  // every copy so far
+    from = k;
+  }
   AsyncOp op;
   op.kind = AsyncOp::CpAsync;
   op.origin = where(x);
-  op.run = [cl = x.cl, refs] {
+  op.run = [cl = x.cl, refs, from] {
     for (auto& r : refs) {
       MbarChange c;
       c.arrive = 1;
-      mbar_apply(*cl, r, c);
+      mbar_apply(*cl, r, c, from.get());
     }
   };
   submit(x, std::move(op));

@@ -21,6 +21,14 @@ void write_lane(Exec& x, const Operand& o, int lane, const uint8_t* p, uint32_t 
   std::memcpy(q, &v, o.width < 8 ? o.width : 8);
 }
 
+// What names a flag: warps may reach one word through shared and through generic addresses.
+uint64_t flag_address(const Exec& x, Space s, uint64_t a) {
+  const bool shared = s == Space::Shared || s == Space::SharedCluster ||
+                      (s == Space::Generic && (a & kWinMask) == kWinShared);
+  (void)x;
+  return shared ? (uint32_t)a | kWinShared : a;
+}
+
 void do_ld(Exec& x, const Instr& in,
            uint32_t mask) {  // aux: space, element bytes, elements, signed
   const uint32_t eb = in.aux[1], n = in.aux[2];
@@ -28,9 +36,11 @@ void do_ld(Exec& x, const Instr& in,
   const Operand* elems = dst.kind == Operand::Vec ? dst.sub : &dst;
   uint64_t a[32];
   addresses(x, in.op[1], a);
+  const bool strong = x.cl->race && (in.flags & kStrong);
   uint8_t buf[32][64];
   for (uint32_t b = mask; b; b &= b - 1) {
     int l = first_lane(b);
+    if (strong) x.cl->race->flag_read(*x.w, flag_address(x, (Space)in.aux[0], a[l]));
     std::memcpy(buf[l], resolve(x, (Space)in.aux[0], a[l], eb * n, Access::Read, l).p, eb * n);
   }
   for (uint32_t b = mask; b; b &= b - 1) {
@@ -59,11 +69,12 @@ void do_st(Exec& x, const Instr& in, uint32_t mask) {
   const Operand* elems = v.kind == Operand::Vec ? v.sub : &v;
   uint64_t a[32];
   addresses(x, in.op[0], a);
-  ++x.cl->time;
   ++x.cl->events;
+  const bool strong = x.cl->race && (in.flags & kStrong);
   for (uint32_t b = mask; b; b &= b - 1) {
     int l = first_lane(b);
     Ref r = resolve(x, (Space)in.aux[0], a[l], eb * n, Access::Write, l);
+    if (strong) x.cl->race->flag_released(*x.w, flag_address(x, (Space)in.aux[0], a[l]));
     if (r.cta && x.cl->pending_reads) check_no_pending_read(*x.cl, *r.cta, r.off, eb * n, "store");
     uint8_t buf[64];
     for (uint32_t k = 0; k < n; ++k) store_value(x, elems[k], l, buf + k * eb, eb);
@@ -177,13 +188,18 @@ void do_atom(Exec& x, const Instr& in,
   const Operand* elems = vb.kind == Operand::Vec ? vb.sub : &vb;
   uint64_t a[32];
   addresses(x, mem, a);
-  ++x.cl->time;
   ++x.cl->events;
+  const bool flag = x.cl->race && !is_float(t);  // nobody counts arrivals in floats
   std::unique_lock<std::mutex> lock(x.m->atomics, std::defer_lock);
   if (sp == Space::Global || sp == Space::Generic) lock.lock();
   for (uint32_t b = mask; b; b &= b - 1) {
     int l = first_lane(b);
     Ref r = resolve(x, sp, a[l], eb * n, Access::Atomic, l);
+    if (flag) {
+      const uint64_t f = flag_address(x, sp, a[l]);
+      if (!red) x.cl->race->flag_read(*x.w, f);
+      x.cl->race->flag_released(*x.w, f);
+    }
     for (uint32_t k = 0; k < n; ++k) {
       uint64_t old = 0, v = src_lane(x, elems[k], l),
                c = in.nops > 3 && in.aux[1] == kCas ? src_lane(x, in.op[3], l) : 0;
@@ -228,7 +244,6 @@ void do_stmatrix(Exec& x, const Instr& in, uint32_t mask) {
   const Operand* elems = v.kind == Operand::Vec ? v.sub : &v;
   uint64_t a[32];
   addresses(x, in.op[0], a);
-  ++x.cl->time;
   ++x.cl->events;
   for (uint32_t k = 0; k < n; ++k) {
     uint16_t rows[8][8];
@@ -320,15 +335,25 @@ void do_st_async(Exec& x, const Instr& in, uint32_t mask) {  // aux: element byt
     AsyncOp op;
     op.origin = where(x);
     op.bytes = (uint32_t)buf.size();
-    op.run = [cl = x.cl, dst, bar, buf] {
+    Snapshot from;
+    if (Race* race = x.cl->race.get()) {
+      race->shared(*dst.cta, dst.off, eb * n,
+                   race->copy(*x.w, *bar.cta, bar.off, in.line, "st.async"), true);
+      from = race->snapshot(*x.w, false);
+    }
+    op.run = [cl = x.cl, dst, bar, buf, from] {
       std::memcpy(dst.p, buf.data(), buf.size());
-      async_write(*dst.cta, dst.off, (uint32_t)buf.size());
+      mark_written(*dst.cta, dst.off, (uint32_t)buf.size());
       MbarChange c;
       c.complete_tx = (int64_t)buf.size();
-      mbar_apply(*cl, bar, c);
+      mbar_apply(*cl, bar, c, from.get());
     };
     submit(x, std::move(op));
   }
+}
+
+bool is_strong(const Decode& d) {
+  return d.has("volatile") || d.has("relaxed") || d.has("acquire") || d.has("release");
 }
 
 uint32_t vector_len(const Decode& d) {
@@ -353,6 +378,7 @@ ExecFn ld(Decode& d) {
   d.in.aux[1] = eb;
   d.in.aux[2] = n;
   d.in.aux[3] = is_signed(d.type());
+  if (is_strong(d)) d.in.flags |= kStrong;
   return &do_ld;
 }
 ExecFn st(Decode& d) {
@@ -368,6 +394,7 @@ ExecFn st(Decode& d) {
   d.in.aux[0] = (uint32_t)s;
   d.in.aux[1] = eb;
   d.in.aux[2] = n;
+  if (is_strong(d)) d.in.flags |= kStrong;
   return &do_st;
 }
 ExecFn atom(Decode& d) {

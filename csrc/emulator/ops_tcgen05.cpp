@@ -17,6 +17,13 @@ void need_columns(const Cta& c, uint32_t col, uint32_t n, const char* what) {
                             ", which are not all allocated");
 }
 
+constexpr uint32_t kAllHalves = 0xFF;  // of 16 lanes each
+
+void note_tmem(Exec& x, Cta& c, uint32_t col, uint32_t n, uint32_t halves, Agent a, bool write) {
+  if (x.cl->race)
+    x.cl->race->tensor(c, col, n, halves, x.cl->race->who(*x.w, a, x.in->line, x.in->text), write);
+}
+
 // The CTAs that a cta_group names: this CTA, or its pair (ranks that differ in bit 0).
 uint32_t group(Exec& x, uint32_t n, Cta** out) {
   if (n == 1) {
@@ -43,7 +50,7 @@ void do_alloc(Exec& x, const Instr& in, uint32_t mask) {
   if (t.relinquished) throw Fault("tmem", "tcgen05.alloc after relinquish_alloc_permit");
   int c = t.alloc(n, in.line);
   if (c < 0) return x.block(Why::TmemAlloc, n, 0, &t.gen);
-  ++x.cl->time;
+  if (x.cl->race) x.cl->race->tensor_freed(*x.cta, (uint32_t)c, n);
   Ref r = resolve(x, Space::Shared, shared_addr(x, in.op[0], l), 4, Access::Write, l);
   uint32_t v = (uint32_t)c;
   std::memcpy(r.p, &v, 4);
@@ -57,6 +64,7 @@ void do_dealloc(Exec& x, const Instr& in, uint32_t mask) {
   if (!x.cta->tmem.dealloc(a & 511, n))
     throw Fault("tmem", "tcgen05.dealloc of columns " + std::to_string(a & 511) + " + " +
                             std::to_string(n) + ": no such allocation");
+  note_tmem(x, *x.cta, a & 511, n, kAllHalves, Agent::Generic, true);
   ++x.cl->events;
 }
 
@@ -85,7 +93,14 @@ inline Cell cell(uint32_t t, uint32_t j, uint32_t half) {
 
 struct Access2 {
   uint32_t lane0, col0, half;
+  uint32_t cols, second;  // columns from col0, and of 16x32bx2 from second
 };
+
+void note_access(Exec& x, const Access2& a, uint32_t shape, Agent agent, bool write) {
+  const uint32_t halves = (shape == 0 ? 3u : 1u) << a.lane0 / 16;
+  note_tmem(x, *x.cta, a.col0, a.cols, halves, agent, write);
+  if (shape == 4) note_tmem(x, *x.cta, a.second, a.cols, halves, agent, write);
+}
 
 // aux: shape, registers, 16-bit packing. Checks the address and that every column which will be
 // touched is allocated.
@@ -108,7 +123,7 @@ Access2 tmem_access(Exec& x, const Instr& in, const Operand& mem, const Operand*
   uint32_t sub = lane & 31, shape = in.aux[0];
   if (shape == 0 ? sub != 0 : (sub != 0 && sub != 16))
     throw Fault("tmem", "lane " + std::to_string(lane) + " is not a legal base for this shape");
-  Access2 r{32 * quarter + sub, a & 511, imm ? (uint32_t)imm->imm : 0};
+  Access2 r{32 * quarter + sub, a & 511, imm ? (uint32_t)imm->imm : 0, 0, 0};
   static const uint32_t kRegsPerRow[] = {1, 1, 2, 4, 1}, kColsPerRow[] = {1, 2, 4, 8, 1};
   uint32_t cols = in.aux[1] / kRegsPerRow[shape] * kColsPerRow[shape];
   if (r.half > kTmemCols)
@@ -116,6 +131,7 @@ Access2 tmem_access(Exec& x, const Instr& in, const Operand& mem, const Operand*
   const uint32_t words = in.aux[2] ? 2 : 1;  // 16-bit packing: two columns per register
   need_columns(*x.cta, r.col0, words * cols, in.text);
   if (shape == 4) need_columns(*x.cta, r.col0 + words * r.half, words * cols, in.text);
+  r.cols = words * cols, r.second = r.col0 + words * r.half;
   return r;
 }
 
@@ -150,6 +166,9 @@ void do_ld(Exec& x, const Instr& in, uint32_t mask) {
     }
     put(x, regs[j], v, kFull);
   }
+  if (!x.cl->race) return;
+  note_access(x, a, S, Agent::TmemLd, false);
+  x.cl->race->tmem_loaded(*x.w, x.m->prog->ld_regs[in.ld_regs]);
 }
 
 // A store's values are taken now; it reaches tensor memory at the latest when the warp waits for
@@ -165,6 +184,10 @@ void do_st(Exec& x, const Instr& in, uint32_t mask) {
   for (uint32_t j = 0; j < n; ++j) {
     uint32_t tmp[32];
     std::memcpy(&v[32 * j], src(x, regs[j], tmp), 128);
+  }
+  if (x.cl->race) {
+    note_access(x, a, S, Agent::TmemSt, true);
+    x.cl->race->tick(*x.w, Agent::TmemSt);
   }
   AsyncOp op;
   op.kind = AsyncOp::TmemSt;
@@ -192,6 +215,10 @@ void do_st(Exec& x, const Instr& in, uint32_t mask) {
 
 void do_wait(Exec& x, const Instr& in, uint32_t) {
   if (!converge(x, kFull)) return;
+  if (x.cl->race) {
+    const Agent a = in.aux[0] ? Agent::TmemSt : Agent::TmemLd;
+    x.cl->race->complete(*x.w, a, x.cl->race->own(*x.w, a) - 1);
+  }
   if (!in.aux[0]) return;  // ld: results were delivered at issue
   while (!x.w->tmem_st.empty()) {
     perform(*x.cl, x.w->tmem_st.front());
@@ -221,11 +248,12 @@ void do_commit(Exec& x, const Instr& in, uint32_t mask) {  // aux: multicast
     op.kind = AsyncOp::Tc;
     op.origin = where(x);
     op.may_outlive = true;
-    op.run = [cl = x.cl, refs] {
+    Snapshot from = x.cl->race ? x.cl->race->snapshot(*x.w, true) : nullptr;
+    op.run = [cl = x.cl, refs, from] {
       for (auto& r : refs) {
         MbarChange c;
         c.arrive = 1;
-        mbar_apply(*cl, r, c);
+        mbar_apply(*cl, r, c, from.get());
       }
     };
     submit(x, std::move(op));
@@ -259,9 +287,10 @@ void do_cp(Exec& x, const Instr& in, uint32_t mask) {
         for (uint32_t b = 0; b < bytes; b += 16) {
           uint32_t off = s.k_major(r, b);
           shared_ref(*x.cl, g[c]->rank << 24 | off, 16, "tcgen05.cp source");
-          check_async_read(*g[c], off, 16, "tcgen05.cp");
+          check_async_read(x, Agent::Tensor, *g[c], off, 16, "tcgen05.cp");
           add_read(op, g[c]->rank, off, 16);
         }
+      note_tmem(x, *g[c], col, bytes / 4, shape == 2 ? 0x55 : kAllHalves, Agent::Tensor, true);
     }
     std::vector<Cta*> ctas(g, g + n);
     op.run = [ctas, s, rows, bytes, col, shape] {
@@ -347,6 +376,25 @@ void check_mma_tmem(const MmaOp& o, Cta& c, const Options& opt) {
   }
 }
 
+// What an MMA touches in the tensor memory of CTA `which` of its group.
+void note_mma(Exec& x, const MmaOp& o, uint32_t which, Cta& c) {
+  if (!x.cl->race) return;
+  const bool split = o.ctas == 2 && o.m == 128, rows64 = o.ctas == 1 && o.m == 64;
+  auto odd = [&](uint32_t addr) { return rows64 ? 0x55u << (addr >> 20 & 1) : kAllHalves; };
+  auto read = [&](uint32_t addr, uint32_t cols, uint32_t halves) {
+    note_tmem(x, c, addr & 511, cols, halves, Agent::Tensor, false);
+  };
+  if (o.a_tmem) read(o.a_addr, 8, split ? 0x0F : odd(o.a_addr));
+  if (o.scale_vec) {
+    read(o.sfa, (o.m / o.ctas + 31) / 32, kAllHalves);
+    read(o.sfb, ((split ? o.n / 2 : o.n) + 31) / 32, kAllHalves);
+  }
+  uint32_t d = odd(o.d_addr);
+  for (uint32_t h = 0; h < 8 && o.any_disabled; ++h)
+    if ((o.disable[which * 4 + h / 2] >> h % 2 * 16 & 0xFFFF) == 0xFFFF) d &= ~(1u << h);
+  note_tmem(x, c, o.d_addr & 511, split ? o.n / 2 : o.n, d, Agent::Tensor, true);
+}
+
 void do_mma(Exec& x, const Instr& in, uint32_t mask) {
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = first_lane(m);
@@ -364,11 +412,12 @@ void do_mma(Exec& x, const Instr& in, uint32_t mask) {
         need_columns(*g[c], o.sfa & 511, (o.m / o.ctas + 31) / 32, "SFA of tcgen05.mma");
         need_columns(*g[c], o.sfb & 511, (o.n + 31) / 32, "SFB of tcgen05.mma");
       }
+      note_mma(x, o, c, *g[c]);
       const bool track = x.m->opt.order != Order::Eager;
       for_smem_chunks(o, c, [&](uint32_t off) {
         if (off < kSmemBase || off + 16 > kSmemBase + g[c]->smem_bytes)
           shared_ref(*x.cl, g[c]->rank << 24 | off, 16, "tcgen05.mma operand");
-        check_async_read(*g[c], off, 16, "tcgen05.mma");
+        check_async_read(x, Agent::Tensor, *g[c], off, 16, "tcgen05.mma");
         if (track) add_read(op, g[c]->rank, off, 16);
       });
     }

@@ -13,6 +13,9 @@ uint32_t atomic_op(const Decode& d);
 
 namespace {
 
+// What the issuer of a copy knows; it travels with the copy to its mbarrier.
+Snapshot issuer(Exec& x) { return x.cl->race ? x.cl->race->snapshot(*x.w, false) : nullptr; }
+
 struct Target {  // one destination CTA of a load: where the data goes and which barrier counts it
   Ref data, bar;
 };
@@ -104,12 +107,13 @@ void run_tensor_load(Machine& m, const TensorMap& t, const int32_t* c,
   });
 }
 
-void complete(Cluster& cl, const std::vector<Target>& to, uint32_t bytes, uint32_t tx) {
+void complete(Cluster& cl, const std::vector<Target>& to, uint32_t bytes, uint32_t tx,
+              const Snapshot& from) {
   for (auto& d : to) {
-    async_write(*d.data.cta, d.data.off, bytes);
+    mark_written(*d.data.cta, d.data.off, bytes);
     MbarChange c;
     c.complete_tx = tx;
-    mbar_apply(cl, d.bar, c);
+    mbar_apply(cl, d.bar, c, from.get());
   }
 }
 
@@ -129,6 +133,12 @@ std::vector<Target> targets(Exec& x, uint32_t dst, uint32_t bar, bool multicast,
                   lane);
     if (x.cl->pending_reads)
       check_no_pending_read(*x.cl, *t.data.cta, t.data.off, bytes, "async copy");
+    if (!t.data.cta->live_warps || !t.bar.cta->live_warps)
+      throw Fault("exited", "async copy to CTA " + std::to_string(rank) + ", which has exited",
+                  lane);
+    if (Race* race = x.cl->race.get())
+      race->shared(*t.data.cta, t.data.off, bytes,
+                   race->copy(*x.w, *t.bar.cta, t.bar.off, x.in->line, "async copy"), true);
     to.push_back(t);
   };
   uint32_t parity = bar >> 24 & 1;
@@ -199,9 +209,9 @@ void do_tma_load(Exec& x, const Instr& in, uint32_t mask) {  // aux: rank, cta_g
     AsyncOp op;
     op.origin = where(x);
     std::vector<int32_t> cc(c, c + 5);
-    op.run = [cl = x.cl, t, cc, to, bytes] {
+    op.run = [cl = x.cl, t, cc, to, bytes, from = issuer(x)] {
       run_tensor_load(*cl->m, t, cc.data(), to);
-      complete(*cl, to, bytes, (uint32_t)t.tx_bytes());
+      complete(*cl, to, bytes, (uint32_t)t.tx_bytes(), from);
     };
     op.bytes = bytes;
     x.cl->stat_tma_load += bytes;
@@ -265,7 +275,7 @@ void do_tma_store(Exec& x, const Instr& in, uint32_t mask) {  // aux: rank, redu
     if (s >> 24 != x.cta->rank)
       throw Fault("bounds", "tensor store from another CTA's shared memory", l);
     Ref r = shared_ref(*x.cl, s, bytes, "tensor store source");
-    check_async_read(*r.cta, r.off, bytes, "TMA store");
+    check_async_read(x, Agent::BulkRead, *r.cta, r.off, bytes, "TMA store");
     auto& g = bulk_of(x, l);
     g.any_open = true;
     ++*g.open;
@@ -321,9 +331,9 @@ void do_bulk_load(Exec& x, const Instr& in, uint32_t mask) {  // aux: multicast
     auto to = targets(x, dst, shared_addr(x, in.op[3], l), in.aux[0], ctas, false, n, l);
     AsyncOp op;
     op.origin = where(x);
-    op.run = [cl = x.cl, p, n, to] {
+    op.run = [cl = x.cl, p, n, to, from = issuer(x)] {
       for (auto& d : to) std::memcpy(d.data.p, p, n);
-      complete(*cl, to, n, n);
+      complete(*cl, to, n, n, from);
     };
     op.bytes = n;
     x.cl->stat_tma_load += n;
@@ -339,15 +349,20 @@ void do_bulk_s2s(Exec& x, const Instr& in, uint32_t mask) {
     bulk_align(dst, "destination", l), bulk_align(s, "source", l);
     if (!n) continue;
     Ref r = shared_ref(*x.cl, s, n, "bulk copy source");
-    check_async_read(*r.cta, r.off, n, "bulk copy");
+    check_written(*r.cta, r.off, n, "bulk copy");
     auto to = targets(x, dst, shared_addr(x, in.op[3], l), false, 0, false, n, l);
     AsyncOp op;
     op.origin = where(x);
     op.reads.push_back({r.cta->rank, r.off, r.off + n});
     op.bytes = n;
-    op.run = [cl = x.cl, r, n, to] {
+    if (Race* race = x.cl->race.get()) {
+      Race::Who who = race->copy(*x.w, *to[0].bar.cta, to[0].bar.off, in.line, "bulk copy");
+      who.async = true;
+      race->shared(*r.cta, r.off, n, who, false);
+    }
+    op.run = [cl = x.cl, r, n, to, from = issuer(x)] {
       std::memmove(to[0].data.p, r.p, n);
-      complete(*cl, to, n, n);
+      complete(*cl, to, n, n, from);
     };
     submit(x, std::move(op));
   }
@@ -361,7 +376,7 @@ void do_bulk_store(Exec& x, const Instr& in, uint32_t mask) {  // aux: reduce, o
     bulk_align(d, "destination", l), bulk_align(s, "source", l);
     if (!n) continue;
     Ref r = shared_ref(*x.cl, s, n, "bulk copy source");
-    check_async_read(*r.cta, r.off, n, "bulk copy");
+    check_async_read(x, Agent::BulkRead, *r.cta, r.off, n, "bulk store");
     uint8_t* p = global_at(*x.m, d, n, true);
     auto& g = bulk_of(x, l);
     ++*g.open;
@@ -384,17 +399,23 @@ void do_bulk_store(Exec& x, const Instr& in, uint32_t mask) {  // aux: reduce, o
 }
 
 void do_bulk_group(Exec& x, const Instr& in, uint32_t mask) {  // aux: wait, N
+  Race* const race = x.cl->race.get();
+  const uint32_t stamp = race ? race->own(*x.w, Agent::BulkRead) : 0;
   for (uint32_t m = mask; m; m &= m - 1) {
     int l = first_lane(m);
     auto& g = bulk_of(x, l);
     while (!g.committed.empty() && *g.committed.front() == 0) g.committed.pop_front();
     if (!in.aux[0]) {
       g.committed.push_back(g.open);
+      g.stamps.push_back(stamp);
       g.open = std::make_shared<int>(0);
       continue;
     }
     if (g.committed.size() > in.aux[1]) return x.block(Why::BulkGroup, (uint64_t)l, in.aux[1]);
+    const uint32_t over = g.covered(in.aux[1]);
+    if (race) race->complete(*x.w, Agent::BulkRead, over);
   }
+  if (race && !in.aux[0]) race->tick(*x.w, Agent::BulkRead);
 }
 
 void tensor_operand(const Decode& d, size_t i, uint32_t rank) {

@@ -169,9 +169,6 @@ Runner::Runner(Machine& m, uint32_t id) : m_(m), p_(*m.prog) {
     c->smem_bytes = p_.static_smem + o.dynamic_smem;
     c->smem.resize(kSmemBase + c->smem_bytes);
     if (o.checks.uninit) c->written.resize((kSmemBase + c->smem_bytes) / 64 + 1);
-    if (o.checks.proxy)
-      c->write_time.resize((kSmemBase + c->smem_bytes) / 16 + 2),
-          c->writer.resize(c->write_time.size());
     if (o.order != Order::Eager) c->read_count.resize((kSmemBase + c->smem_bytes) / 16 + 2);
     cl_.ctas.push_back(std::move(c));
   }
@@ -182,6 +179,10 @@ Runner::Runner(Machine& m, uint32_t id) : m_(m), p_(*m.prog) {
     live_warps_ += c->live_warps;
   }
   cl_.cpasync.resize(order_.size());
+  const Checks& k = o.checks;
+  if (k.race || k.proxy || k.lap || k.ptx)
+    cl_.race = std::make_unique<Race>(cl_, Race::Rules{k.race, k.proxy, k.lap, k.ptx},
+                                      (threads + 31) / 32);
 }
 
 void Runner::start_warp(Cta& c, int id) {
@@ -189,6 +190,7 @@ void Runner::start_warp(Cta& c, int id) {
   auto w = std::make_unique<Warp>();
   w->cta = &c;
   w->id = id;
+  w->registers = o.registers;
   uint32_t threads = o.block[0] * o.block[1] * o.block[2],
            n = std::min(32u, threads - 32u * (uint32_t)id);
   w->live = n == 32 ? kFull : (1u << n) - 1;
@@ -307,6 +309,7 @@ void Runner::split_or_move(Warp& w, Group& g, uint32_t taken, uint32_t target, b
 }
 
 void Runner::leave(Warp& w, uint32_t lanes) {
+  if (w.live == lanes && w.cta->live_warps == 1 && cl_.race) cl_.race->check_exit(*w.cta);
   w.live &= ~lanes;
   Group& g = w.groups[w.cur];
   g.mask &= ~lanes;
@@ -363,6 +366,8 @@ bool Runner::slice(Warp& w, int budget) {
               std::memcpy(w.regs.get() + s.second.off + i * s.second.width, &v, s.second.width);
             }
       }
+      if (in.ld_regs && cl_.race && mask && !(in.flags & kTmemLd))
+        cl_.race->registers_used(w, p_.ld_regs[in.ld_regs]);
       if (in.fn && mask) in.fn(x, in, mask);
       if (x.ctl == Exec::Block) {
         if (cl_.tracing && !g->waits.since) g->waits = {cl_.stat_insn + 1, g->key, g->want, g->why};
@@ -460,6 +465,18 @@ void Runner::time_is_up() {
 Runner::Result Runner::run() {
   cl_.idle_passes = 0;
   std::vector<Warp*> order = order_;
+  // Half of the seeds of `random` hold one warp back, for a time, until no other can go on.
+  const bool hold = m_.opt.order == Order::Random && m_.opt.seed / 4 % 2;
+  Warp* late = nullptr;
+  uint64_t late_until = 0;
+  auto turn = [&](Warp& w) {
+    int budget = 64 + (int)(cl_.random() % 192);
+    if (hold) budget = &w == late ? 1 + budget % 8 : 16 * budget;
+    bool did = slice(w, budget);
+    if (m_.opt.order == Order::Random)
+      while (cl_.random() % 2 && run_async()) did = true;
+    return did;
+  };
   for (uint64_t pass = 0;; ++pass) {
     if (m_.stop) return Done;
     if (!live_warps_) break;
@@ -471,12 +488,11 @@ Runner::Result Runner::run() {
     for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[cl_.random() % i]);
     uint64_t before = cl_.events;
     bool did = false;
-    for (Warp* w : order) {
-      if (!w->live) continue;
-      did |= slice(*w, 64 + (int)(cl_.random() % 192));
-      if (m_.opt.order == Order::Random)
-        while (cl_.random() % 2 && run_async()) did = true;
-    }
+    if (hold && pass >= late_until)
+      late = order[cl_.random() % order.size()], late_until = pass + 8 + cl_.random() % 128;
+    for (Warp* w : order)
+      if (w->live && w != late) did |= turn(*w);
+    if (!did && late && late->live) did = turn(*late);
     if (!did && run_async()) did = true;
     if (cl_.events == before)
       ++cl_.idle_passes;
@@ -513,6 +529,7 @@ void Runner::check_end() {
         for (auto& op : w->tmem_st) bad += "exit with pending " + op.origin + "\n";
     }
   }
+  if (bad.empty() && m_.opt.checks.leaks && cl_.race) bad = cl_.race->unfinished();
   if (!bad.empty() && bad.size() > 4000) bad.resize(4000);
   // What was waited for by nobody still happens, unless it is reported.
   if (bad.empty())
@@ -574,6 +591,10 @@ std::string Runner::blocked() {
             break;
           case Why::CpAsync:
             s += "cp.async groups of lane " + std::to_string(g.key);
+            break;
+          case Why::Registers:
+            s += std::to_string(g.key) + " registers, has " + std::to_string(g.want) + "; " +
+                 std::to_string(c->free_registers) + " are free (times 32 lanes)";
             break;
           case Why::TmemAlloc:
             s += std::to_string(g.key) + " columns of tensor memory";
@@ -672,22 +693,41 @@ void work(Machine& m, RunResult* r, std::mutex& lock) {
   }
 }
 
+// Registers per thread that a launch gives. What ptxas does for a kernel that uses setmaxnreg: all
+// that its launch bounds leave.
+uint32_t launch_registers(const Program& p, const Options& o) {
+  if (o.registers) return o.registers;
+  if (p.maxnreg) return (uint32_t)p.maxnreg;
+  auto product = [](auto* v) {
+    return (uint32_t)(std::max<int64_t>(1, v[0]) * std::max<int64_t>(1, v[1]) *
+                      std::max<int64_t>(1, v[2]));
+  };
+  uint32_t threads = product(p.reqntid[0] ? p.reqntid : p.maxntid);
+  if (threads == 1) threads = product(o.block);
+  threads = (threads + 127) / 128 * 128 * (uint32_t)std::max(1, p.minnctapersm);
+  return std::min(256u, 65536 / threads / 8 * 8);
+}
+
 }  // namespace
 
 uint64_t cluster_bytes(const Program& p, const Options& o) {
   const uint64_t ctas = (uint64_t)o.cluster[0] * o.cluster[1] * o.cluster[2],
                  warps = ((uint64_t)o.block[0] * o.block[1] * o.block[2] + 31) / 32,
                  smem = kSmemBase + p.static_smem + (uint64_t)o.dynamic_smem;
-  // per 16 shared bytes: 2 of written bits, 4 + 2 of the proxy check, 2 of queued readers
-  const uint64_t shadow = smem * 10 / 16, tmem = p.uses_tmem ? kTmemCols * (kTmemLanes + 4) * 4 : 0;
+  // per 16 shared bytes: 2 of written bits, 2 of queued readers, the last accesses
+  const uint64_t shadow = smem / 16 * (4 + sizeof(Cell));
+  const uint64_t tmem =
+      p.uses_tmem ? kTmemCols * ((kTmemLanes + 4) * 4 + kTmemLanes / 16 * sizeof(Cell)) : 0;
+  const uint64_t clocks = warps * ctas * kAgents * sizeof(uint32_t) * 4;
   // Of its registers a warp touches those of its own role only.
-  const uint64_t warp = 32ull * p.local_bytes + p.reg_bytes / 4 + sizeof(Warp);
+  const uint64_t warp = 32ull * p.local_bytes + p.reg_bytes / 4 + sizeof(Warp) + clocks;
   return ctas * (smem + shadow + tmem + sizeof(Cta) + warps * warp);
 }
 
 RunResult run_machine(Machine& m) {
   RunResult r;
   const Options& o = m.opt;
+  m.opt.registers = launch_registers(*m.prog, o);
   m.num_clusters =
       (o.grid[0] / o.cluster[0]) * (o.grid[1] / o.cluster[1]) * (o.grid[2] / o.cluster[2]);
   m.deadline =

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "ptx.h"
+#include "race.h"
 #include "tmem.h"
 
 namespace flash_attn_mx::emu {
@@ -77,9 +78,11 @@ struct Instr {
   int32_t target = -1;
   int32_t line = 0;
   uint32_t aux[4] = {0, 0, 0, 0};  // meaning belongs to the decoder that set fn
-  const char* text = "";           // opcode as written
+  uint32_t ld_regs = 0;   // Program::ld_regs: registers of tcgen05.ld that it writes or uses
+  const char* text = "";  // opcode as written
 };
-enum InstrFlags : uint8_t { kReadsClock = 1, kLinked = 2 };
+// Strong: atomic, volatile, relaxed …; TmemLd: tcgen05.ld.
+enum InstrFlags : uint8_t { kReadsClock = 1, kLinked = 2, kStrong = 4, kTmemLd = 8 };
 
 enum class Why : uint8_t {
   Run,
@@ -146,6 +149,12 @@ struct BulkGroups {  // per thread: bulk_group bookkeeping; values = operations 
   std::shared_ptr<int> open = std::make_shared<int>(0);
   bool any_open = false;
   std::deque<std::shared_ptr<int>> committed;
+  std::deque<uint32_t> stamps;     // of committed groups that no wait has covered (race.h)
+  uint32_t covered(size_t keep) {  // by a wait that leaves `keep` groups: the newest stamp
+    uint32_t last = 0;
+    for (; stamps.size() > keep; stamps.pop_front()) last = stamps.front();
+    return last;
+  }
 };
 
 struct Cta;
@@ -165,12 +174,10 @@ struct Warp {
   std::unordered_map<int, BulkGroups> bulk,
       cpasync;  // by lane; cpasync uses lane 0 for the whole warp
   uint64_t executed = 0;
+  uint32_t registers = 0;  // per lane, of the CTA's pool (setmaxnreg)
   uint64_t
       cluster_gen[32];  // barrier.cluster generation of each lane's arrival, ~0 = none outstanding
-  uint32_t sync_time =
-      0;  // Cluster::time when this warp last passed a barrier: it sees writes up to then
-  uint32_t fence_time = 0;  // Cluster::time of its last fence.proxy.async
-  uint32_t cc = 0;          // carry flag of add.cc and its like, bit per lane
+  uint32_t cc = 0;      // carry flag of add.cc and its like, bit per lane
 };
 
 struct NamedBarrier {
@@ -178,6 +185,7 @@ struct NamedBarrier {
   uint32_t arrived = 0, expected = 0;
   uint32_t red_and = 1, red_or = 0, red_pop = 0;  // barrier.red of the running and last generation
   uint32_t out_and = 0, out_or = 0, out_pop = 0;
+  Known acc, done;  // of those who arrived, and of the last generation
 };
 
 struct MbarInfo {
@@ -191,16 +199,13 @@ struct Cta {
   uint32_t smem_bytes = 0;  // static + dynamic, from kSmemBase
   std::vector<uint8_t> smem;
   std::vector<uint64_t> written;  // bit per byte of smem; empty when the check is off
-  // Generic writes not yet fenced for the async proxy: time and warp of the last write per 16
-  // bytes.
-  std::vector<uint32_t> write_time;
-  std::vector<uint16_t> writer;  // CTA rank * 64 + warp
-  uint32_t fence_cover = 0;      // writes up to this time were visible to some warp when it fenced
   Tmem tmem;
   NamedBarrier bars[16];
   std::vector<std::unique_ptr<Warp>> warps;
   std::unordered_map<uint32_t, MbarInfo> mbars;
   int live_warps = 0;
+  uint32_t free_registers = 0;  // per lane of a warp, given back by setmaxnreg.dec
+  uint64_t registers_gen = 0;   // changes when some are
   uint64_t exited_lanes = 0;
   std::vector<std::deque<AsyncOp>> tc;  // tcgen05 mma, cp and commit: in order per issuing warp
   std::vector<uint16_t> read_count;     // per 16 bytes: queued operations that still read them
@@ -215,7 +220,6 @@ struct Cluster {
   std::vector<std::deque<AsyncOp>> cpasync;  // per warp (cta * warps + warp): in order
   uint64_t rng = 0;
   uint64_t events = 0;  // anything that could unblock somebody
-  uint32_t time = 1;    // counts shared-memory writes, for proxy tracking
   uint64_t barrier_gen = 0;
   uint32_t barrier_arrived = 0;     // lanes
   std::vector<uint64_t> executed;   // per instruction of the program
@@ -231,6 +235,7 @@ struct Cluster {
   uint64_t idle_passes = 0;
   uint64_t phase_flips = 0;  // mbarrier phases that ended
   bool clc_failed = false;
+  std::unique_ptr<Race> race;  // null: none of its checks is on
 
   uint64_t random() {  // splitmix64: deterministic per (seed, cluster)
     uint64_t z = (rng += 0x9E3779B97F4A7C15ull);
@@ -254,7 +259,7 @@ enum class MmaMode : uint8_t { Model, Fp64 };
 
 struct Checks {
   bool uninit = true, proxy = true, tmem = true, leaks = true, async_overlap = true, align = true,
-       replicas = true;
+       replicas = true, race = true, lap = true, ptx = false;
 };
 
 struct Program;
@@ -272,6 +277,7 @@ struct Options {
   uint64_t trace_events = 0;          // of one cluster; 0: no trace
   uint64_t printf_bytes = 1u << 20;   // per cluster
   std::function<bool()> interrupted;  // asked now and then by the calling thread: stop?
+  uint32_t registers = 0;             // per thread at launch: what setmaxnreg divides
   Checks checks;
 };
 

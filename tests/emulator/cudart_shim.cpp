@@ -43,7 +43,8 @@ uint64_t allocated = 0;
 }
 
 // Options come by environment: SHIM_ORDER (eager, delayed, random), SHIM_SEED, SHIM_CHECKS=0 (all that can be off), SHIM_PROXY=0
-// (that one), SHIM_DUMP=DIR (device memory after each launch, one file per live allocation, named by its number).
+// (that one), SHIM_RACE=1 (race and lap), SHIM_DUMP=DIR (device memory after each launch, one file per live allocation, named by its
+// number).
 std::string option(const char* name, const char* otherwise) {
   const char* v = std::getenv(name);
   return v ? v : otherwise;
@@ -129,6 +130,7 @@ int launch(const void* f, const uint32_t* grid, const uint32_t* block, const uin
       std::memset(static_cast<void*>(&m.opt.checks), 0, sizeof m.opt.checks);
     if (option("SHIM_PROXY", "1") == "0") m.opt.checks.proxy = false;
     if (option("SHIM_EDIT", "") == "no_dealloc") m.opt.checks.leaks = false;
+    if (option("SHIM_RACE", "0") == "0") m.opt.checks.race = m.opt.checks.lap = false;
     m.params.resize(prog->param_bytes);
     for (size_t i = 0; i < prog->params.size(); ++i)
       std::memcpy(m.params.data() + prog->params[i].offset, args[i], prog->params[i].size);

@@ -115,7 +115,7 @@ def run(
     params = Params.from_buffer_copy(record["params"])
     params.heads_at_once = heads_at_once  # fewer than fit L2, so that there are several groups
     record["params"] = bytes(params)
-    reports = sm100.emulate_records([record], problem, ptx, **options)
+    reports = sm100.emulate_records([record], problem, ptx, **{"checks": "all", **options})
     return problem.out, problem.lse, reports[0]
 
 
