@@ -340,7 +340,8 @@ std::unique_ptr<ModuleData> load_module(const std::string& text) {
     size_t n = std::max<uint64_t>(s->size, 1);
     auto mem = std::make_unique<uint8_t[]>(n + 256);
     uint64_t a = (reinterpret_cast<uint64_t>(mem.get()) + 255) & ~255ull;
-    std::memcpy(reinterpret_cast<void*>(a), s->init.data(), std::min<size_t>(s->init.size(), n));
+    if (!s->init.empty())
+      std::memcpy(reinterpret_cast<void*>(a), s->init.data(), std::min<size_t>(s->init.size(), n));
     s->addr = a;
     Buffer b;
     b.base = a;

@@ -9,7 +9,7 @@ import fuzzing
 def make(rng, item, other):
     text = fuzzing.mutate(rng, item, other)
     if rng.random() < 0.02:  # bytes, UTF-8 or not
-        raw = bytearray(text.encode("utf-8", "replace"))
+        raw = bytearray(text.encode("utf-8", "replace")) or bytearray(b".")
         for _ in range(rng.randrange(1, 9)):
             raw[rng.randrange(len(raw) or 1) : rng.randrange(len(raw) or 1)] = bytes([rng.randrange(256)])  # fmt: skip
         return bytes(raw[:200_000]).decode("latin-1")

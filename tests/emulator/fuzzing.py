@@ -87,7 +87,7 @@ def corpus():
 def mutate(rng, text, other):
     """One to a few changes of text: tokens deleted, doubled, swapped, taken from `other`, numbers and bytes changed."""
     tokens = TOKEN.findall(text)
-    donor = TOKEN.findall(other)
+    donor = TOKEN.findall(other) or [";"]
     for _ in range(rng.choice((1, 1, 1, 2, 3, 8))):
         if not tokens:
             break
