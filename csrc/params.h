@@ -116,7 +116,6 @@ struct QuantizeParams {
   int32_t tiles;     // atoms per head
   int32_t round_up;  // RCEIL; else FLOOR
   int32_t e5m2, atoms;
-  int32_t x_vector;  // four channels of x start at a multiple of their size
 };
 
 }  // namespace flash_attn_mx

@@ -14,6 +14,7 @@ from torch import Tensor
 from . import _native, layouts, sm100
 
 _AXES = ("rowwise", "colwise", "tokenwise")  # order of the operator's outputs
+MAX_HEAD_DIM = 128
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 BUILT = frozenset(kernel.name for kernel in _native.kernels())  # read once, as in sm100.py
 
@@ -32,8 +33,22 @@ def kernel_name(x: Tensor) -> str:
 
 
 def serves(x: Tensor) -> bool:
-    """Whether the kernel is built and can be launched on the device of x."""
-    return x.device.type == "cuda" and kernel_name(x) in BUILT and not sm100.why_no_device(x.device)
+    """Whether the kernel is built for x and can be launched on its device."""
+    return x.device.type == "cuda" and can_serve(x) and not sm100.why_no_device(x.device)
+
+
+def can_serve(x: Tensor) -> bool:
+    """Whether there is a kernel for the type and the head_dim of x."""
+    return x.shape[-1] <= MAX_HEAD_DIM and x.shape[-1] % 4 == 0 and kernel_name(x) in BUILT
+
+
+def _four_at_once(x: Tensor) -> bool:
+    """Whether any four channels of x from a multiple of four on lie at a multiple of their size."""
+    strides = (s for n, s in zip(x.shape, x.stride()) if n > 1)
+    *outer, last = strides if x.shape[-1] > 1 else (*strides, 1)
+    return (
+        last == 1 and all(s % 4 == 0 for s in outer) and x.data_ptr() % (4 * x.element_size()) == 0
+    )
 
 
 def prepare(
@@ -45,8 +60,8 @@ def prepare(
     atoms: bool = False,
 ) -> Outputs:
     """Allocates the outputs. atoms: scales of rowwise and colwise as csrc/params.h lays them out."""
-    if x.shape[-1] > 1 and x.stride(-1) != 1:
-        x = x.contiguous()
+    if x.numel() and not _four_at_once(x):
+        x = x.clone(memory_format=torch.contiguous_format)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     results = {}
     for axis in axes:

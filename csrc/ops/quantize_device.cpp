@@ -34,6 +34,9 @@ uint8_t* bytes_of(const char* name, const std::optional<Tensor>& out, int64_t co
   return static_cast<uint8_t*>(tensor.mutable_data_ptr());
 }
 
+int64_t rows_of(const QuantizeView& view) { return view.batch * view.tokens * view.heads; }
+
+// Any four channels, from a multiple of four on, lie at a multiple of their size.
 bool four_at_once(const Tensor& x, const QuantizeView& view) {
   const int64_t size = 4 * x.element_size();
   const auto fits = [](int64_t n, int64_t stride) { return n <= 1 || stride % 4 == 0; };
@@ -58,14 +61,16 @@ std::string quantize_device(const Tensor& x, std::string rounding, std::optional
   FAMX_CHECK(view.channels <= 1 || channel_stride == 1, "x", "stride 1 along the channels",
              channel_stride);
   FAMX_CHECK(rounding == "rceil" || rounding == "floor", "rounding", "rceil or floor", rounding);
-  FAMX_CHECK(!atoms || view.channels <= kTile, "atoms", "false where head_dim is above 128",
-             "true");
+  FAMX_CHECK(view.channels % 4 == 0 && view.channels <= kTile, "x",
+             "head_dim that is a multiple of 4, at most 128", view.channels);
+  FAMX_CHECK(rows_of(view) == 0 || four_at_once(x, view), "x",
+             "an address and strides that are multiples of 4 elements", "others");
   const int device = x.get_device_index();
   const bool packed = cu_seqlens.has_value();
   const int64_t sequences = packed ? int64_t(cu_seqlens->numel()) - 1 : view.batch;
   const int64_t row_blocks = blocks(view.channels, kBlock);
   const int64_t tiles = packed ? view.tokens / kTile + sequences : blocks(view.tokens, kTile);
-  const int64_t rows = view.batch * view.tokens * view.heads;
+  const int64_t rows = rows_of(view);
   const int64_t outer = packed ? 1 : view.batch;
   const int64_t atom_bytes = outer * view.heads * tiles * kAtomBytes;
   const int64_t col_rows =
@@ -108,12 +113,12 @@ std::string quantize_device(const Tensor& x, std::string rounding, std::optional
   p.sequences = int32_t(sequences), p.tokens = int32_t(view.tokens);
   p.heads = int32_t(view.heads), p.head_dim = int32_t(view.channels), p.tiles = int32_t(tiles);
   p.round_up = rounding == "rceil", p.e5m2 = type == ScalarType::Float8_e5m2, p.atoms = atoms;
-  p.x_vector = four_at_once(x, view);
 
   LaunchRecord record;
   record.kernel = kernel;
-  record.grid = rows * view.channels ? uint32_t(slots * view.heads) : 0;
-  record.block = flash_attn_mx::quantize::kLaunchThreads;
+  record.grid = rows > 0 && view.channels > 0 ? uint32_t(slots * view.heads) : 0;
+  namespace kernels = flash_attn_mx::quantize;
+  record.block = kernels::launch_threads(kernels::launch_tile(int(view.channels)));
   set_params(record, p);
   return execute({record}, executor, {image}, device);
 }

@@ -54,7 +54,7 @@ def assert_same(image, x, axes=AXES, rounding="rceil", dtype=E4M3, cu=None):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     "shape",
-    [(2, 1000, 3, 64), (1, 31, 2, 128), (3, 4097, 8, 128), (1, 129, 1, 72), (2, 33, 2, 7), (1, 400, 2, 200), (700, 300)],
+    [(2, 1000, 3, 64), (1, 31, 2, 128), (3, 4097, 8, 128), (1, 129, 1, 72), (2, 33, 2, 4), (400, 2, 100), (700, 128)],
     ids=str,
 )  # fmt: skip
 def test_bytes_are_those_of_the_cpu(image, shape, dtype):
@@ -76,7 +76,7 @@ def test_every_16_bit_pattern(image):
 def test_strides(image):
     x = draw((2, 3, 700, 64))
     assert_same(image, x.transpose(1, 2))
-    assert_same(image, x[..., 1:34])
+    assert_same(image, x[..., 1:33])
     assert_same(image, x[:1].expand(3, 3, 700, 64))
 
 

@@ -1,10 +1,12 @@
 // quantize: x -> MXFP8 payloads and scale bytes along up to three axes, from one read (docs/numerics.md §1).
 //
-// FLOW   x -LDG-> registers (32 tokens per warp) -> largest magnitudes as integers: by shuffle along the channels, by
-//        register along the tokens -> scale bytes -> payloads -STG-> GMEM; scale atoms through SMEM
-// ROLES  4 warps, all the same: warp w has tokens [32 w, 32 w + 32) of a tile of 128. kLanes lanes share a token, four
-//        neighbouring channels each; head_dim beyond kTileDim takes further passes.   GRID  (tile, head), one item a CTA
-// SMEM   rowAtom, colAtom: 512 bytes each
+// FLOW   x -LDG-> registers (a block of 32 tokens x 32 channels per warp) -> largest magnitudes as integers, by shuffle and by
+//        register -> scale bytes -> payloads -STG-> GMEM; scale atoms through SMEM
+// ROLES  4 · kTileDim / 32 warps, all the same: warp w has block w % (kTileDim / 32) of the channels of tokens [32 b, 32 b + 32),
+//        b = w / (kTileDim / 32), of a tile of 128. In it 8 lanes share a token, four neighbouring channels each; a thread has 8
+//        tokens.   GRID  (tile, head), one item a CTA
+// head_dim is a multiple of 4, at most kTileDim; four channels of x start at a multiple of their size.
+// SMEM   sAtoms 1024: atoms of rowwise and colwise scales; sLargest 512: for tokenwise scales, [token][channel block]
 //
 // Tiles start where sequences start. Packed: tile t of sequence b has the number cu[b] / 128 + b + t, as its scale atom; a
 // few numbers belong to no tile. Tokens behind the last sequence are one more sequence, whose colwise payload is 0.
@@ -28,19 +30,36 @@ constexpr int kBlock = 32;
 constexpr uint32_t kNanPayload = 0x7F7F7F7Fu;  // NaN in E4M3 and E5M2
 constexpr uint32_t kMagnitude = 0x7FFFFFFFu;
 
+// Four neighbouring values as they lie in memory.
 template <class T>
 struct alignas(4 * sizeof(T)) Four {
-  T element[4];
+  static constexpr int kWords = sizeof(T);
+  uint32_t word[kWords];
+
+  FAMX_DEVICE float operator[](int i) const {
+    if constexpr (sizeof(T) == 4) {
+      return __uint_as_float(word[i]);
+    } else {
+      const uint16_t bits = word[i / 2] >> (16 * (i % 2));
+      return float(reinterpret_cast<const T&>(bits));
+    }
+  }
+
+  // The compiler must convert anew: floats that it keeps would spill.
+  FAMX_DEVICE void forget() {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) asm volatile("" : "+r"(word[i]));
+  }
 };
 
 // fp32 bits of a magnitude; NaN is the largest.
 FAMX_DEVICE uint32_t magnitude(float x) { return __float_as_uint(x) & kMagnitude; }
 
-template <int kLanes>
-FAMX_DEVICE uint32_t max_over_lanes(uint32_t x, int first_step = 1) {
+// Over lanes whose numbers differ in the bits of [kFrom, kTo), powers of two.
+template <int kFrom, int kTo>
+FAMX_DEVICE uint32_t max_over_lanes(uint32_t x) {
 #pragma unroll
-  for (int step = 1; step < kLanes; step *= 2)
-    if (step >= first_step) x = max(x, __shfl_xor_sync(0xFFFFFFFFu, x, step));
+  for (int step = kFrom; step < kTo; step *= 2) x = max(x, __shfl_xor_sync(0xFFFFFFFFu, x, step));
   return x;
 }
 
@@ -90,164 +109,170 @@ struct Item {
   }
 };
 
-template <int kTileDim, class In>
+template <int kTileDim>
+struct Shared {
+  uint32_t atoms[2][128];  // rowwise, colwise
+  uint32_t largest[kTile][kTileDim / kBlock];
+};
+
+template <int kTileDim, class In, bool kE5M2>
 struct Quantize {
-  static constexpr int kLanes = kTileDim / 4;
+  static constexpr int kLanes = kBlock / 4;         // that share a token
   static constexpr int kTogether = 32 / kLanes;     // tokens that a warp loads at once
   static constexpr int kRows = kBlock / kTogether;  // tokens of a thread
-  static constexpr int kBlockLanes = kBlock / 4;    // lanes that share a rowwise block
+  static constexpr int kWarps = kTileDim / kBlock;  // that share tokens
   const QuantizeParams& p;
-  uint8_t (&sAtoms)[2][512];  // rowwise, colwise
+  Shared<kTileDim>& shared;
   const Item item;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int token_block = warp / kWarps, channel_block = warp % kWarps;
+  const int64_t step = int64_t(kTogether) * p.heads * p.head_dim;  // between a thread's payloads
+
+  const int channel = channel_block * kBlock + 4 * (lane % kLanes);  // first of this thread's four
 
   FAMX_DEVICE void run() {
     if (item.tokens <= 0) return;
     if (p.atoms) clear_atoms();
-    for (int first = 0; first < p.head_dim; first += kTileDim) pass(first + 4 * (lane % kLanes));
+    Four<In> x[kRows];
+    const In* from = address();
+#pragma unroll
+    for (int r = 0; r < kRows; ++r, from += kTogether * p.x_stride_token)
+      x[r] = exists(r) ? *reinterpret_cast<const Four<In>*>(from) : Four<In>{};
+    quantise(x);
     if (p.atoms && item.atom >= 0) store_atoms();
   }
 
-  // The token of this warp's 32 that this thread has in its row r.
-  FAMX_DEVICE int token_of(int r) const { return warp * kBlock + r * kTogether + lane / kLanes; }
+  // The token of the tile that this thread has in its row r.
+  FAMX_DEVICE int token_of(int r) const {
+    return token_block * kBlock + r * kTogether + lane / kLanes;
+  }
 
-  // Four channels of every token of the warp.
-  FAMX_DEVICE void pass(int channel) {
-    Four<In> x[kRows];
+  FAMX_DEVICE bool exists(int r) const { return token_of(r) < item.tokens && channel < p.head_dim; }
+
+  // One direction after the other: the registers of both would spill.
+  FAMX_DEVICE void quantise(Four<In> (&x)[kRows]) {
+    if (p.col) columns(x);
+    if (!p.row && !p.tok) return;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) x[r] = load(token_of(r), channel);
-    uint32_t column[4] = {0, 0, 0, 0};
+    for (int r = 0; r < kRows; ++r) x[r].forget();
+    uint32_t largest[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      uint32_t largest = 0;
+      largest[r] = 0;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t m = magnitude(float(x[r].element[i]));
-        column[i] = max(column[i], m), largest = max(largest, m);
-      }
-      if (p.row || p.tok) rows(x[r], token_of(r), channel, largest);
+      for (int i = 0; i < 4; ++i) largest[r] = max(largest[r], magnitude(x[r][i]));
+      largest[r] = max_over_lanes<1, kLanes>(largest[r]);
+      x[r].forget();
     }
-    if (p.col) columns(x, channel, column);
+    if (p.row) rows(x, largest);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) x[r].forget();
+    if (p.tok) tokens(x, largest);
   }
 
-  // Rowwise and tokenwise outputs of one token. Every lane takes part in the shuffles.
-  FAMX_DEVICE void rows(const Four<In>& x, int token, int channel, uint32_t largest) {
-    const bool exists = token < item.tokens && channel < p.head_dim;
-    largest = max_over_lanes<kBlockLanes>(largest);
-    if (p.row) {
-      const uint32_t byte = scale_byte(largest);
-      const uint32_t factor = payload_factor(byte);
-      if (exists)
-        store(p.row, token, channel,
-              byte == 255 ? kNanPayload : payload(x, factor, factor, factor, factor));
-      if (channel % kBlock == 0) {
-        if (p.atoms) {
-          if (channel < kTile) sAtoms[0][scale_word_offset(token) + channel / kBlock] = byte;
-        } else if (exists) {
-          const int per_row = (p.head_dim + kBlock - 1) / kBlock;
-          p.row_scale[row_of(token) * per_row + channel / kBlock] = byte;
-        }
+  FAMX_DEVICE void rows(const Four<In> (&x)[kRows], const uint32_t (&largest)[kRows]) {
+    uint8_t* to = p.row + first_payload();
+    const int per_row = (p.head_dim + kBlock - 1) / kBlock;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r, to += step) {
+      const uint32_t byte = scale_byte(largest[r]), factor = payload_factor(byte);
+      if (exists(r))
+        store(to, byte == 255 ? kNanPayload : payload(x[r], factor, factor, factor, factor));
+      if (lane % kLanes) continue;
+      if (p.atoms) {
+        atom_byte(0, token_of(r), channel_block) = byte;
+      } else if (exists(r)) {
+        p.row_scale[row_of(token_of(r)) * per_row + channel_block] = byte;
       }
-    }
-    if (p.tok) {
-      largest = max_over_lanes<kLanes>(largest, kBlockLanes);
-      if (p.head_dim > kTileDim) largest = max_of_token(token);
-      const uint32_t byte = scale_byte(largest);
-      const uint32_t factor = payload_factor(byte);
-      if (exists)
-        store(p.tok, token, channel, byte == 255 ? 0 : payload(x, factor, factor, factor, factor));
-      if (exists && channel == 0) p.tok_scale[row_of(token)] = byte;
     }
   }
 
-  FAMX_DEVICE void columns(const Four<In> (&x)[kRows], int channel, uint32_t (&largest)[4]) {
+  // Every thread of the CTA comes here, or none.
+  FAMX_DEVICE void tokens(const Four<In> (&x)[kRows], const uint32_t (&largest)[kRows]) {
+    if (lane % kLanes == 0) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) shared.largest[token_of(r)][channel_block] = largest[r];
+    }
+    __syncthreads();
+    uint8_t* to = p.tok + first_payload();
+#pragma unroll
+    for (int r = 0; r < kRows; ++r, to += step) {
+      uint32_t most = 0;
+#pragma unroll
+      for (int i = 0; i < kWarps; ++i) most = max(most, shared.largest[token_of(r)][i]);
+      const uint32_t byte = scale_byte(most), factor = payload_factor(byte);
+      if (!exists(r)) continue;
+      store(to, byte == 255 ? 0 : payload(x[r], factor, factor, factor, factor));
+      if (channel == 0) p.tok_scale[row_of(token_of(r))] = byte;
+    }
+  }
+
+  FAMX_DEVICE void columns(Four<In> (&x)[kRows]) {
     uint32_t byte[4], factor[4], poison = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+      uint32_t largest = 0;
 #pragma unroll
-      for (int step = kLanes; step < 32; step *= 2)  // lanes with the same channels
-        largest[i] = max(largest[i], __shfl_xor_sync(0xFFFFFFFFu, largest[i], step));
-      byte[i] = scale_byte(largest[i]);
+      for (int r = 0; r < kRows; ++r) largest = max(largest, magnitude(x[r][i]));
+      byte[i] = scale_byte(max_over_lanes<kLanes, 32>(largest));
       factor[i] = payload_factor(byte[i]);
       if (byte[i] == 255) poison |= 0xFFu << (8 * i);
     }
-    const bool behind = item.scale_row < 0;  // these tokens belong to no sequence
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if (token_of(r) >= item.tokens || channel >= p.head_dim) continue;
+    for (int r = 0; r < kRows; ++r) x[r].forget();
+    const bool behind = item.scale_row < 0;  // these tokens belong to no sequence
+    uint8_t* to = p.col + first_payload();
+#pragma unroll
+    for (int r = 0; r < kRows; ++r, to += step) {
+      if (!exists(r)) continue;
       const uint32_t word = payload(x[r], factor[0], factor[1], factor[2], factor[3]);
-      store(p.col, token_of(r), channel, behind ? 0 : (word & ~poison) | (kNanPayload & poison));
+      store(to, behind ? 0 : (word & ~poison) | (kNanPayload & poison));
     }
     if (lane >= kLanes) return;
+    if (p.atoms) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (p.atoms) {
-        if (channel + i < kTile) sAtoms[1][scale_word_offset(channel + i) + warp] = byte[i];
-      } else if (channel + i < p.head_dim && warp * kBlock < item.tokens && !behind) {
-        const int64_t row = (item.scale_row + warp) * p.heads + item.head;
-        p.col_scale[row * p.head_dim + channel + i] = byte[i];
-      }
+      for (int i = 0; i < 4; ++i) atom_byte(1, channel + i, token_block) = byte[i];
+    } else if (exists(0) && !behind) {
+      const int64_t row = (item.scale_row + token_block) * p.heads + item.head;
+      store(p.col_scale + row * p.head_dim + channel,
+            byte[0] | byte[1] << 8 | byte[2] << 16 | byte[3] << 24);
     }
+  }
+
+  // --- scale atoms ------------------------------------------------------------------------------
+
+  FAMX_DEVICE uint8_t& atom_byte(int atom, int row, int block) {
+    return reinterpret_cast<uint8_t*>(shared.atoms[atom])[scale_word_offset(row) + block];
   }
 
   // Scales of channels and blocks that do not exist: 2^0.
   FAMX_DEVICE void clear_atoms() {
-    auto* words = reinterpret_cast<uint32_t*>(sAtoms);
-    words[threadIdx.x] = words[128 + threadIdx.x] = kScaleOnes;
+    if (threadIdx.x < 256) shared.atoms[threadIdx.x / 128][threadIdx.x % 128] = kScaleOnes;
     __syncthreads();
   }
 
   FAMX_DEVICE void store_atoms() {
     __syncthreads();
-    const auto* words = reinterpret_cast<const uint32_t*>(sAtoms);
-    const int64_t at = item.atom * 128 + threadIdx.x;
-    if (p.row) reinterpret_cast<uint32_t*>(p.row_scale)[at] = words[threadIdx.x];
-    if (p.col) reinterpret_cast<uint32_t*>(p.col_scale)[at] = words[128 + threadIdx.x];
+    const int which = threadIdx.x / 128, word = threadIdx.x % 128;
+    uint8_t* to = which == 0 ? p.row_scale : which == 1 ? p.col_scale : nullptr;
+    if (to) reinterpret_cast<uint32_t*>(to)[item.atom * 128 + word] = shared.atoms[which][word];
   }
 
-  // --- one token --------------------------------------------------------------------------------
+  // --- memory -----------------------------------------------------------------------------------
 
   FAMX_DEVICE int64_t row_of(int token) const { return (item.token + token) * p.heads + item.head; }
+  FAMX_DEVICE int64_t first_payload() const { return row_of(token_of(0)) * p.head_dim + channel; }
 
-  FAMX_DEVICE const In* address(int token) const {
-    const int64_t t = item.token + token;
+  // Of this thread's first token; it may not exist.
+  FAMX_DEVICE const In* address() const {
     const int64_t batch = p.cu_seqlens ? 0 : item.batch;
-    return static_cast<const In*>(p.x) + batch * p.x_stride_batch +
-           (t - batch * p.tokens) * p.x_stride_token + item.head * p.x_stride_head;
+    const int64_t token = item.token + token_of(0) - batch * p.tokens;
+    return static_cast<const In*>(p.x) + batch * p.x_stride_batch + token * p.x_stride_token +
+           item.head * p.x_stride_head + channel;
   }
 
-  // Zeros where there is nothing.
-  FAMX_DEVICE Four<In> load(int token, int channel) const {
-    Four<In> v = {};
-    if (token >= item.tokens) return v;
-    const In* from = address(token) + channel;
-    if (p.x_vector && channel + 4 <= p.head_dim) return *reinterpret_cast<const Four<In>*>(from);
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (channel + i < p.head_dim) v.element[i] = from[i];
-    return v;
-  }
-
-  FAMX_DEVICE void store(uint8_t* data, int token, int channel, uint32_t word) const {
-    uint8_t* to = data + row_of(token) * p.head_dim + channel;
-    if (p.head_dim % 4 == 0) {
-      *reinterpret_cast<uint32_t*>(to) = word;
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (channel + i < p.head_dim) to[i] = word >> (8 * i);
-  }
-
-  // Over all passes; what other passes loaded comes from the L1 cache.
-  FAMX_DEVICE uint32_t max_of_token(int token) const {
-    uint32_t largest = 0;
-    for (int channel = 4 * (lane % kLanes); channel < p.head_dim; channel += kTileDim) {
-      const Four<In> x = load(token, channel);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) largest = max(largest, magnitude(float(x.element[i])));
-    }
-    return max_over_lanes<kLanes>(largest);
+  static FAMX_DEVICE void store(uint8_t* to, uint32_t word) {
+    *reinterpret_cast<uint32_t*>(to) = word;
   }
 
   // --- rounding ---------------------------------------------------------------------------------
@@ -255,7 +280,7 @@ struct Quantize {
   FAMX_DEVICE uint32_t scale_byte(uint32_t amax) const {
     const int exponent = amax >> 23;
     const int above = p.round_up && (amax & 0x7FFFFFu) > 0x600000u;
-    int byte = max(exponent - (p.e5m2 ? 15 : 8) + above, 0);
+    int byte = max(exponent - (kE5M2 ? 15 : 8) + above, 0);
     byte = amax == 0 ? 127 : byte;
     return exponent == 255 ? 255 : byte;
   }
@@ -265,20 +290,28 @@ struct Quantize {
 
   FAMX_DEVICE uint32_t payload(const Four<In>& x, uint32_t f0, uint32_t f1, uint32_t f2,
                                uint32_t f3) const {
-    const float y0 = float(x.element[0]) * __uint_as_float(f0);
-    const float y1 = float(x.element[1]) * __uint_as_float(f1);
-    const float y2 = float(x.element[2]) * __uint_as_float(f2);
-    const float y3 = float(x.element[3]) * __uint_as_float(f3);
-    return p.e5m2 ? ptx::pack_e5m2(y0, y1, y2, y3) : ptx::pack_e4m3(y0, y1, y2, y3);
+    const float y0 = x[0] * __uint_as_float(f0);
+    const float y1 = x[1] * __uint_as_float(f1);
+    const float y2 = x[2] * __uint_as_float(f2);
+    const float y3 = x[3] * __uint_as_float(f3);
+    return kE5M2 ? ptx::pack_e5m2(y0, y1, y2, y3) : ptx::pack_e4m3(y0, y1, y2, y3);
   }
 };
 
 }  // namespace flash_attn_mx::quantize
 
-#define FAMX_DEFINE_KERNEL(name, head_dim, in_type)                                     \
-  extern "C" __global__ void __launch_bounds__(flash_attn_mx::quantize::kLaunchThreads) \
-      name(const __grid_constant__ flash_attn_mx::QuantizeParams params) {              \
-    using namespace flash_attn_mx::quantize;                                            \
-    __shared__ alignas(4) uint8_t sAtoms[2][512];                                       \
-    Quantize<head_dim, in_type>{params, sAtoms, Item(params)}.run();                    \
+// 1024 threads per SM keep as many bytes in flight as HBM needs.
+#define FAMX_DEFINE_KERNEL(name, head_dim, in_type)                        \
+  extern "C" __global__ void __launch_bounds__(                            \
+      flash_attn_mx::quantize::launch_threads(head_dim),                   \
+      1024 / flash_attn_mx::quantize::launch_threads(head_dim))            \
+      name(const __grid_constant__ flash_attn_mx::QuantizeParams params) { \
+    using namespace flash_attn_mx::quantize;                               \
+    __shared__ Shared<head_dim> shared;                                    \
+    const Item item(params);                                               \
+    if (params.e5m2) {                                                     \
+      Quantize<head_dim, in_type, true>{params, shared, item}.run();       \
+    } else {                                                               \
+      Quantize<head_dim, in_type, false>{params, shared, item}.run();      \
+    }                                                                      \
   }
