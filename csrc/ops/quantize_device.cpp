@@ -63,7 +63,7 @@ std::string quantize_device(const Tensor& x, std::string rounding, std::optional
   FAMX_CHECK(rounding == "rceil" || rounding == "floor", "rounding", "rceil or floor", rounding);
   FAMX_CHECK(view.channels % 4 == 0 && view.channels <= kTile, "x",
              "head_dim that is a multiple of 4, at most 128", view.channels);
-  FAMX_CHECK(rows_of(view) == 0 || four_at_once(x, view), "x",
+  FAMX_CHECK(rows_of(view) * view.channels == 0 || four_at_once(x, view), "x",
              "an address and strides that are multiples of 4 elements", "others");
   const int device = x.get_device_index();
   const bool packed = cu_seqlens.has_value();
