@@ -407,7 +407,7 @@ void do_bulk_group(Exec& x, const Instr& in, uint32_t mask) {  // aux: wait, N
     while (!g.committed.empty() && *g.committed.front() == 0) g.committed.pop_front();
     if (!in.aux[0]) {
       g.committed.push_back(g.open);
-      g.stamps.push_back(stamp);
+      if (race) g.stamp(stamp);
       g.open = std::make_shared<int>(0);
       continue;
     }

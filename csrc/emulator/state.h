@@ -149,7 +149,13 @@ struct BulkGroups {  // per thread: bulk_group bookkeeping; values = operations 
   std::shared_ptr<int> open = std::make_shared<int>(0);
   bool any_open = false;
   std::deque<std::shared_ptr<int>> committed;
-  std::deque<uint32_t> stamps;     // of committed groups that no wait has covered (race.h)
+  // Of committed groups that no wait has covered (race.h); of the newest ones, whatever a kernel commits and never waits for.
+  static constexpr size_t kMostStamps = 65536;
+  std::deque<uint32_t> stamps;
+  void stamp(uint32_t s) {
+    stamps.push_back(s);
+    if (stamps.size() > kMostStamps) stamps.pop_front();
+  }
   uint32_t covered(size_t keep) {  // by a wait that leaves `keep` groups: the newest stamp
     uint32_t last = 0;
     for (; stamps.size() > keep; stamps.pop_front()) last = stamps.front();

@@ -120,7 +120,7 @@ def prepared(given, tile_dim: int) -> sm100.BackwardProblem:
     queries = (*pair(x, "rowwise", None), *pair(x, "colwise", cu_q))
     keys = (*pair(y, "rowwise", None), *pair(y, "colwise", cu_k), *pair(y, "tokenwise", None))
     return sm100.prepare_backward(
-        out, out, lse, *queries, *queries, *keys, cu_q, cu_k, TOKENS_Q, TOKENS_K,
+        out, out, lse, *(t.clone() for t in queries), *queries, *keys, cu_q, cu_k, TOKENS_Q, TOKENS_K,
         SCALE, -1, -1, True, [True] * 3, tile_dim,
     )  # fmt: skip
 
