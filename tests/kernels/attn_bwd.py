@@ -121,7 +121,7 @@ def run(
         needs=needs, scale_padding=scale_padding, max_q=max_q, max_k=max_k,
     )  # fmt: skip
     instance = sm100.find_backward(ops.q[0].shape[-1], ops.out.dtype, dtype)
-    reports = sm100.emulate_backward(problem, instance, folder, **options)
+    reports = sm100.emulate_backward(problem, instance, folder, **{"checks": "all", **options})
     return *problem.grads, reports[1]
 
 

@@ -73,11 +73,13 @@ struct Mma {
     }
   }
 
-  // All lanes together: one left behind could miss a phase.
+  // All lanes together: one left behind could miss a phase. The fence: every tcgen05 instruction after it, the copies of
+  // scales too, comes after what the arrivals stand for.
   FAMX_DEVICE void wait(uint32_t barrier, uint32_t parity) {
     if (work.rank != 0) return;
     ptx::mbarrier_wait(smem + barrier, parity & 1);
     __syncwarp();
+    ptx::tcgen05_fence_after();
   }
 
   // Everything issued so far -> one arrival in both CTAs.
@@ -171,7 +173,6 @@ struct Mma {
 
   FAMX_DEVICE void multiply_along_head(uint32_t d, uint32_t a, uint32_t b, uint32_t sfa,
                                        uint32_t sfb) {
-    ptx::tcgen05_fence_after();
     const uint64_t da = C::Tile::descriptor(a), db = C::Tile::descriptor(b);
     // Blocks of 32 behind head_dim are not multiplied: their scale bytes may hold anything.
     const int blocks = (p.head_dim + kMmaK - 1) / kMmaK;
@@ -210,7 +211,6 @@ struct Mma {
 
   FAMX_DEVICE void multiply_along_queries(uint32_t d, uint32_t a, uint32_t b, uint32_t sfa,
                                           uint32_t sfb, bool add) {
-    ptx::tcgen05_fence_after();
     const uint64_t db = C::ColTile::descriptor(b);
 #pragma unroll
     for (int k = 0; k < kTile / kMmaK; ++k)
@@ -226,7 +226,6 @@ struct Mma {
     const uint32_t buffer = dqs & 1;
     ++dqs;
     if (issues) {
-      ptx::tcgen05_fence_after();
       for (int r = 0; r < kPair; ++r) {
         copy_scales(C::kSFdSq + r * kScaleAtomColumns, smem + C::ds_scale(buffer, r));
         copy_scales(C::kSFKt + r * kScaleAtomColumns, smem + C::kKtScale + r * kScaleAtomBytes);
