@@ -310,7 +310,6 @@ class Backward(Problem):
     """Four query tiles, two key tiles, one head."""
 
     ptx = BACKWARD_PTX
-    checks = True  # some tcgen05.cp come before the tcgen05.fence::after_thread_sync (docs/notes/backward.md)
 
     def __init__(self):
         g = torch.Generator().manual_seed(0)

@@ -72,7 +72,7 @@ def test_set_b32(c, f):
 
 # ---- floating point --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("op,k", [("add", 2), ("sub", 2), ("mul", 2), ("fma", 3)])
-@pytest.mark.parametrize("r,ftz", itertools.product(("", *RND), ("", "ftz")))
+@pytest.mark.parametrize("r,ftz", list(itertools.product(("", *RND), ("", "ftz"))))
 def test_f32x2_is_two_f32(op, k, r, ftz):
     """Each half of the packed form, against the scalar form that an H200 has confirmed."""
     if op == "fma" and not r:
@@ -87,7 +87,7 @@ def test_f32x2_is_two_f32(op, k, r, ftz):
 
 @pytest.mark.parametrize("op", ["add", "sub", "fma"])
 @pytest.mark.parametrize("t", ["f16", "bf16"])
-@pytest.mark.parametrize("r,sat", itertools.product(("", *RND), ("", "sat")))
+@pytest.mark.parametrize("r,sat", list(itertools.product(("", *RND), ("", "sat"))))
 def test_mixed_precision_is_exact_widening_and_the_f32_form(op, t, r, sat):
     if op == "fma" and not r:
         return
@@ -110,7 +110,7 @@ def test_mad_without_rounding_is_fma():
 
 
 @pytest.mark.parametrize("op,f", [("min", np.fmin), ("max", np.fmax)])
-@pytest.mark.parametrize("ftz,nan", itertools.product(("", "ftz"), ("", "NaN")))
+@pytest.mark.parametrize("ftz,nan", list(itertools.product(("", "ftz"), ("", "NaN"))))
 def test_minmax_abs_of_three(op, f, ftz, nan):
     x = [floats(i) for i in range(3)]
     m = [np.abs(v) for v in x]
@@ -371,7 +371,7 @@ def test_mapa_and_getctarank(space, t):
 
 # ---- warps and control -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("op,f", [("min", np.fmin.reduce), ("max", np.fmax.reduce)])
-@pytest.mark.parametrize("mod,nan", itertools.product(("", "abs"), ("", "NaN")))
+@pytest.mark.parametrize("mod,nan", list(itertools.product(("", "abs"), ("", "NaN"))))
 def test_redux_f32(op, f, mod, nan):
     for x in (floats(1, special=False), np.where(LANE == 7, F(np.nan), floats(2, special=False)), np.array([0.0, -0.0] * 16, F), np.full(32, np.nan, F)):  # fmt: skip
         got = one(f"{dots('redux.sync', op, mod, nan, 'f32')} %o0, %a0, -1;", [x])

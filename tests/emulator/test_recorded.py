@@ -23,7 +23,7 @@ KNOWN = {
     "p_div_rm_ftz_f32": "results that directed rounding lifts to the smallest normal are flushed before it on hardware",
     **{
         f"p_tma_store_{i}_{t}_64B_{op}": "the hardware writes on to the next 16-byte boundary behind the end of dimension 0"
-        for i, t in ((18, "float16"), (20, "bfloat16"))
+        for i, t in ((18, "float16"), (20, "bfloat16"), (72, "float16"), (73, "bfloat16"))
         for op in ("", "add", "max")
     },
     "p_rcp_approx_ftz_f64": "only the high word carries a result on hardware",
