@@ -76,8 +76,8 @@ def prepare(
         results[axis] = (data, scale.view(torch.float8_e8m0fnu))
     outputs = [tensor for axis in _AXES for tensor in results.get(axis, (None, None))]
     tensors = [t for t in (x, *outputs, cu_seqlens) if t is not None]
-    filled = [] if cu_seqlens is None else [t for t in outputs if t is not None]
-    undefined = [t for t in outputs if t is not None and not any(t is f for f in filled)]
+    # Packed: bytes of scales that belong to no block are left as they are.
+    undefined = [] if cu_seqlens is not None else [t for t in outputs if t is not None]
     return Outputs((x, rounding, *outputs, cu_seqlens, atoms), results, tensors, [undefined])
 
 

@@ -364,14 +364,8 @@ def quantise(x, axes, cu_seqlens, rounding, dtype, executor):
     if type(x) is Tensor:
         kernels = executor in ("sm100", "emulator")
         flat = _OPS.quantize_axes(x, axes, rounding, dtype, cu_seqlens, kernels)
-    else:  # a DTensor: the operator with one axis has sharding rules
-        flat = [
-            part
-            for axis in axes
-            for part in _OPS.quantize(
-                x, axis, rounding, dtype, cu_seqlens if axis == "colwise" else None
-            )
-        ]
+    else:  # a DTensor
+        flat = ops.quantize_one_by_one(x, axes, rounding, dtype, cu_seqlens)
     return {axis: (flat[2 * i], flat[2 * i + 1]) for i, axis in enumerate(axes)}
 
 

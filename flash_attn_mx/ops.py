@@ -109,6 +109,11 @@ def _quantize_axes(x, axes, rounding, dtype, cu_seqlens, atoms):
     """Several `quantize` of one tensor, in one launch where there is a kernel for its device."""
     if observer is None and device_quantize.serves(x):  # an observer hears of each `quantize`
         return device_quantize.quantize(x, axes, rounding, dtype, cu_seqlens, atoms)
+    return quantize_one_by_one(x, axes, rounding, dtype, cu_seqlens, atoms)
+
+
+def quantize_one_by_one(x, axes, rounding, dtype, cu_seqlens, atoms=False):
+    """quantize_axes by the operator with one axis, which has sharding rules and may be watched."""
     flat = []
     for axis in axes:
         offsets = cu_seqlens if axis == "colwise" else None
