@@ -1,22 +1,11 @@
 // End of an item, by the softmax threads: O / l -> GMEM, LSE -> GMEM. One thread writes one row.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "attn_fwd/config.cuh"
+#include "common/output.cuh"
 #include "common/softmax.cuh"
 
 namespace flash_attn_mx::fwd {
-
-// 16 bytes of output.
-template <class Out>
-union OutVector {
-  static constexpr int kSize = 16 / sizeof(Out);
-  Out element[kSize];
-  uint4 bits;
-  __device__ OutVector() {}
-};
 
 template <class C, class Out>
 struct Epilogue {
@@ -43,14 +32,14 @@ struct Epilogue {
         ptx::pin(o);
       }
 #pragma unroll
-      for (int j = 0; j < 32; j += OutVector<Out>::kSize) {
-        OutVector<Out> v;
+      for (int j = 0; j < 32; j += RowVector<Out>::kSize) {
+        RowVector<Out> v;
 #pragma unroll
-        for (int k = 0; k < OutVector<Out>::kSize; ++k) {
+        for (int k = 0; k < RowVector<Out>::kSize; ++k) {
           const float x = live ? __uint_as_float(o[j + k]) : 0.0f;
           v.element[k] = Out(empty ? 0.0f : x * inverse);
         }
-        store(out, column + j, v, exists);
+        if (exists) v.store(out, column + j, p.head_dim, p.out_aligned);
       }
     }
     ptx::tcgen05_fence_before();  // the next item's PV overwrites O after this thread's next p_full
@@ -58,18 +47,6 @@ struct Epilogue {
       const float lse = (ptx::log2_approx(state.sum) + state.reference) * 0.693147180559945f;
       p.lse[batch * p.lse_stride_batch + work.head * p.lse_stride_head + token] =
           empty ? -kInfinity : lse;
-    }
-  }
-
-  FAMX_DEVICE void store(Out* out, int column, const OutVector<Out>& v, bool exists) const {
-    constexpr int kSize = OutVector<Out>::kSize;
-    if (!exists) return;
-    if (p.out_aligned && column + kSize <= p.head_dim) {
-      *reinterpret_cast<uint4*>(out + column) = v.bits;
-    } else {
-#pragma unroll
-      for (int k = 0; k < kSize; ++k)
-        if (column + k < p.head_dim) out[column + k] = v.element[k];
     }
   }
 };

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attn_fwd/config.cuh"
+#include "common/ragged.cuh"
 
 namespace flash_attn_mx::fwd {
 
@@ -93,21 +94,8 @@ struct Mma {
   // Rows of V behind the end of the sequence become 0, scale bytes of blocks behind it 127: P is 0 there, and 0 * NaN
   // must not reach the tensor core. Rows are whole swizzle spans, so that the swizzle does not matter.
   FAMX_DEVICE void clear_behind_end(uint32_t stage, int keys, bool scales) {
-    const uint32_t lane = threadIdx.x & 31;
-    const uint32_t tile = smem + C::kKV + stage * C::kTileBytes;
-    for (uint32_t at = keys * C::kHeadDim + 16 * lane; at < C::kTileBytes; at += 16 * 32)
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + at), "r"(0) : "memory");
-    if (!scales) return;
-    const uint32_t atom = smem + C::kKVScale + stage * kScaleAtomBytes;
-    const uint32_t blocks = (keys + 31) / 32;
-    if (blocks == 4) return;
-    const uint32_t keep = (1u << (8 * blocks)) - 1;
-    for (uint32_t at = 4 * lane; at < kScaleAtomBytes; at += 4 * 32) {
-      uint32_t word;
-      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(atom + at) : "memory");
-      word = (word & keep) | (kScaleOnes & ~keep);
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(atom + at), "r"(word) : "memory");
-    }
+    clear_payload_behind<C::kHeadDim>(smem + C::kKV + stage * C::kTileBytes, keys);
+    if (scales) clear_scales_behind(smem + C::kKVScale + stage * kScaleAtomBytes, keys);
   }
 
   // S_i = Q_i · K^T -> s_full[i]

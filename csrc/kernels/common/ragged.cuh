@@ -7,23 +7,33 @@
 
 namespace flash_attn_mx {
 
-// One warp: rows [rows, 128) of the payload become 0, scale bytes of blocks of rows that do not exist 127. Rows are
-// whole swizzle spans, so that the swizzle does not matter. A fence closes the hazard with tcgen05.mma and cp.
+// One warp: rows [rows, 128) of the payload become 0. Rows are whole swizzle spans, so that the swizzle does not matter.
 template <int kRowBytes>
-FAMX_DEVICE void clear_rows_behind(uint32_t tile, uint32_t scale_atom, int rows) {
+FAMX_DEVICE void clear_payload_behind(uint32_t tile, int rows) {
   const uint32_t lane = threadIdx.x & 31;
   for (uint32_t at = rows * kRowBytes + 16 * lane; at < 128u * kRowBytes; at += 16 * 32)
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + at), "r"(0) : "memory");
+}
+
+// One warp: scale bytes of blocks of rows that do not exist become 127.
+FAMX_DEVICE void clear_scales_behind(uint32_t scale_atom, int rows) {
+  const uint32_t lane = threadIdx.x & 31;
   const uint32_t blocks = (rows + kMmaK - 1) / kMmaK;
-  if (blocks < 4) {
-    const uint32_t keep = (1u << (8 * blocks)) - 1;
-    for (uint32_t at = 4 * lane; at < kScaleAtomBytes; at += 4 * 32) {
-      uint32_t word;
-      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(scale_atom + at) : "memory");
-      word = (word & keep) | (kScaleOnes & ~keep);
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(scale_atom + at), "r"(word) : "memory");
-    }
+  if (blocks == 4) return;
+  const uint32_t keep = (1u << (8 * blocks)) - 1;
+  for (uint32_t at = 4 * lane; at < kScaleAtomBytes; at += 4 * 32) {
+    uint32_t word;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(scale_atom + at) : "memory");
+    word = (word & keep) | (kScaleOnes & ~keep);
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(scale_atom + at), "r"(word) : "memory");
   }
+}
+
+// Both. A fence closes the hazard with tcgen05.mma and cp.
+template <int kRowBytes>
+FAMX_DEVICE void clear_rows_behind(uint32_t tile, uint32_t scale_atom, int rows) {
+  clear_payload_behind<kRowBytes>(tile, rows);
+  clear_scales_behind(scale_atom, rows);
   ptx::fence_proxy_async();  // the zeros, before tcgen05.mma and cp read them
   __syncwarp();
 }

@@ -17,14 +17,19 @@ FAMX_DEVICE float scale_factor(uint32_t byte) {
   return __uint_as_float(bits);
 }
 
-// RCEIL byte of a block with this largest magnitude: smallest power of two >= amax / 448; 127 for 0, 255 for NaN, Inf.
-FAMX_DEVICE int rceil_byte(float amax) {
-  int bits = __float_as_int(amax) & 0x7FFFFFFF;
-  int exponent = bits >> 23;
-  int byte = exponent - 8 + ((bits & 0x7FFFFF) > 0x600000);
+// Byte of a block whose largest magnitude has these fp32 bits (docs/numerics.md §1): 127 for 0, 255 for NaN, Inf.
+// kEmax: exponent of the format's largest value.   round_up: RCEIL, the smallest power of two that keeps it in range; else FLOOR.
+template <int kEmax = 8>
+FAMX_DEVICE int scale_byte(uint32_t amax, bool round_up) {
+  const int exponent = amax >> 23;
+  int byte = exponent - kEmax + (round_up && (amax & 0x7FFFFF) > 0x600000);
   byte = max(byte, 0);  // at most 254 - 8 + 1
-  byte = bits == 0 ? 127 : byte;
+  byte = amax == 0 ? 127 : byte;
   return exponent == 255 ? 255 : byte;
+}
+
+FAMX_DEVICE int rceil_byte(float amax) {
+  return scale_byte(__float_as_uint(amax) & 0x7FFFFFFF, true);
 }
 
 }  // namespace flash_attn_mx

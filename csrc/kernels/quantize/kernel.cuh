@@ -65,18 +65,19 @@ FAMX_DEVICE uint32_t max_over_lanes(uint32_t x) {
 
 // Which tokens a CTA has.
 struct Item {
-  int head, batch, tile;  // batch: sequence, or the number of sequences for the tokens behind them
-  int64_t token;          // first one of the tile, counted through all batches
-  int tokens;             // of the sequence from there on, at most kTile; <= 0: nothing to do
-  int64_t atom;           // of this tile and head; -1: none
-  int64_t scale_row;      // first row of the plain colwise scale; -1: none
+  int head, batch;    // batch: sequence, or the number of sequences for the tokens behind them
+  int64_t token;      // first one of the tile, counted through all batches
+  int tokens;         // of the sequence from there on, at most kTile; <= 0: nothing to do
+  int64_t atom;       // of this tile and head; -1: none
+  int64_t scale_row;  // first row of the plain colwise scale; -1: none
 
   FAMX_DEVICE explicit Item(const QuantizeParams& p) {
     const int item = blockIdx.x;
     head = item % p.heads;
     const int slot = item / p.heads;
     if (!p.cu_seqlens) {
-      batch = slot / p.tiles, tile = slot % p.tiles;
+      batch = slot / p.tiles;
+      const int tile = slot % p.tiles;
       token = int64_t(batch) * p.tokens + int64_t(tile) * kTile;
       tokens = min(p.tokens - tile * kTile, kTile);
       atom = (int64_t(batch) * p.heads + head) * p.tiles + tile;
@@ -87,7 +88,7 @@ struct Item {
     const int start = p.cu_seqlens[batch];
     const bool behind = batch == p.sequences;
     const int end = behind ? p.tokens : p.cu_seqlens[batch + 1];
-    tile = slot - (start / kTile + batch);
+    const int tile = slot - (start / kTile + batch);
     token = int64_t(start) + int64_t(tile) * kTile;
     tokens = min(end - int(token), kTile);
     atom = behind ? -1 : int64_t(head) * p.tiles + slot;
@@ -278,11 +279,7 @@ struct Quantize {
   // --- rounding ---------------------------------------------------------------------------------
 
   FAMX_DEVICE uint32_t scale_byte(uint32_t amax) const {
-    const int exponent = amax >> 23;
-    const int above = p.round_up && (amax & 0x7FFFFFu) > 0x600000u;
-    int byte = max(exponent - (kE5M2 ? 15 : 8) + above, 0);
-    byte = amax == 0 ? 127 : byte;
-    return exponent == 255 ? 255 : byte;
+    return flash_attn_mx::scale_byte<kE5M2 ? 15 : 8>(amax, p.round_up);
   }
 
   // Bits of 2^(127 - byte); a finite block has a byte <= 247.
