@@ -14,7 +14,6 @@ namespace {
 
 constexpr uint32_t kMaxThreads = 256;
 constexpr size_t kMaxQueued = 4096;  // operations in one queue
-constexpr int kStuckLimit = 40;      // rounds of timed-out waits without any event: deadlock
 constexpr uint64_t kIdlePasses =
     256;  // passes without an event before another cluster gets the thread
 
@@ -134,6 +133,8 @@ class Runner {
   void leave(Warp& w, uint32_t lanes);
   bool run_async();
   bool time_out_waits();
+  uint64_t state(const Warp& w) const;
+  bool going_round();
   [[noreturn]] void time_is_up();
   void check_end();
   std::string deadlock();
@@ -455,11 +456,49 @@ bool Runner::time_out_waits() {
   return any;
 }
 
+// What a warp does next depends on this alone, as long as nothing happens in memory.
+uint64_t Runner::state(const Warp& w) const {
+  auto mix = [](uint64_t h, uint64_t v) {
+    h = (h ^ v) * 0x9E3779B97F4A7C15ull;
+    return h ^ h >> 32;
+  };
+  uint64_t h = w.cc;
+  for (auto& g : w.groups) h += mix(1, (uint64_t)g.pc << 32 | g.mask);  // in any order
+  for (size_t i = 0; i < p_.reg_bytes; i += 8) {
+    uint64_t v;
+    std::memcpy(&v, w.regs.get() + i, 8);
+    h = mix(h, v);
+  }
+  return h;
+}
+
+// After rounds in which nothing happened but that every try_wait returned false: has every warp come
+// back to a state that it was in? Then it always will. A loop that counts its tries or reads a clock
+// does not; it ends by itself, or at the time limit.
+bool Runner::going_round() {
+  constexpr uint64_t kCompared = 8;
+  uint64_t since = cl_.stuck_rounds, power = 1;
+  while (power * 2 <= since) power *= 2;
+  since -= power;
+  if (power < 2 * kCompared || since > kCompared) return false;
+  bool all = since > 0;
+  for (Warp* w : order_) {
+    if (!w->live) continue;
+    const uint64_t now = state(*w);
+    if (!since)
+      w->stuck_state = now, w->came_back = false;
+    else
+      w->came_back |= now == w->stuck_state;
+    all &= w->came_back;
+  }
+  return all;
+}
+
 void Runner::time_is_up() {
   char limit[32];
   std::snprintf(limit, sizeof limit, "%g", m_.opt.timeout_s);
-  throw std::runtime_error(p_.name + ": [timeout] time limit of " + limit + " s reached" +
-                           blocked());
+  throw std::runtime_error(p_.name + ": [timeout] time limit of " + limit + " s reached (seed " +
+                           std::to_string(m_.opt.seed) + ")" + blocked());
 }
 
 Runner::Result Runner::run() {
@@ -500,7 +539,7 @@ Runner::Result Runner::run() {
       cl_.idle_passes = 0, cl_.stuck_rounds = 0;
     if (!did) {
       ++cl_.stuck_rounds;
-      if (!time_out_waits() || cl_.stuck_rounds > kStuckLimit) throw std::runtime_error(deadlock());
+      if (!time_out_waits() || going_round()) throw std::runtime_error(deadlock());
     }
     if (cl_.idle_passes > kIdlePasses) {
       if (run_async()) continue;  // a spinning warp may wait for what only this delivers
@@ -564,7 +603,7 @@ std::string Runner::blocked() {
              " " + in.text + ": ";
         switch (g.why) {
           case Why::Run:
-            s += "running (spinning?)";
+            s += "running";
             break;
           case Why::Mbarrier: {
             Mbar b = Mbar::load(cl_.ctas[g.key >> 24]->smem.data() + (g.key & 0xFFFFFF));
@@ -667,7 +706,6 @@ void collect(RunResult* r, Cluster& c) {
 // worker's queue.
 void work(Machine& m, RunResult* r, std::mutex& lock) {
   std::deque<std::unique_ptr<Runner>> waiting;
-  uint64_t fruitless = 0;
   for (;;) {
     std::unique_ptr<Runner> cur;
     if (!m.stop && waiting.size() < m.resident) {
@@ -679,15 +717,10 @@ void work(Machine& m, RunResult* r, std::mutex& lock) {
       cur = std::move(waiting.front());
       waiting.pop_front();
     }
-    uint64_t events = cur->cluster().events;
     if (cur->run() == Runner::Idle) {
-      fruitless = cur->cluster().events == events ? fruitless + 1 : 0;
-      if (fruitless > 100000)
-        throw std::runtime_error(m.prog->name + ": [deadlock] every resident cluster only spins");
       waiting.push_back(std::move(cur));
       continue;
     }
-    fruitless = 0;
     std::lock_guard<std::mutex> g(lock);
     collect(r, cur->cluster());
   }

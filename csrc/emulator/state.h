@@ -183,7 +183,9 @@ struct Warp {
   uint32_t registers = 0;  // per lane, of the CTA's pool (setmaxnreg)
   uint64_t
       cluster_gen[32];  // barrier.cluster generation of each lane's arrival, ~0 = none outstanding
-  uint32_t cc = 0;      // carry flag of add.cc and its like, bit per lane
+  uint64_t stuck_state = 0;  // a state that it was in, while nothing happened in its cluster
+  bool came_back = false;    // to that
+  uint32_t cc = 0;           // carry flag of add.cc and its like, bit per lane
 };
 
 struct NamedBarrier {
@@ -236,8 +238,7 @@ struct Cluster {
   uint64_t trace_dropped = 0;
   uint64_t stat_mma = 0, stat_mma_flop = 0, stat_tma_load = 0, stat_tma_store = 0,
            stat_global_ld = 0, stat_global_st = 0, stat_waits = 0, stat_insn = 0;
-  int stuck_rounds = 0;
-  uint64_t stuck_events = ~0ull;
+  uint64_t stuck_rounds = 0;  // in which waits gave up and nothing else happened
   uint64_t idle_passes = 0;
   uint64_t phase_flips = 0;  // mbarrier phases that ended
   bool clc_failed = false;

@@ -131,7 +131,7 @@ SPIN = kernel("X: add.u32 %r, %r, 1;\nst.global.u32 [%p0], %r;\nbra X;", 1, ".re
 @pytest.mark.parametrize("threads", [1, 2])
 def test_time_limit(threads):
     start = time.perf_counter()
-    with pytest.raises(emulator.EmulatorError, match=r"\[timeout\] time limit of 0.25 s reached\n  cluster \d .*line \d+"):  # fmt: skip
+    with pytest.raises(emulator.EmulatorError, match=r"\[timeout\] time limit of 0.25 s reached \(seed 0\)\n  cluster \d .*line \d+"):  # fmt: skip
         launch(SPIN, [np.zeros(1, np.uint32)], grid=4, block=1024, timeout=0.25, threads=threads)
     assert time.perf_counter() - start < 3
 
@@ -182,6 +182,36 @@ def growth(f):
     return (most - before) / 2**20
 
 
+WAIT = ".shared .align 8 .b64 bar, other; .reg .b32 %a, %b, %n, %t; .reg .pred %q, %first;"
+BARS = """mov.u32 %a, bar; mov.u32 %b, other; mov.u32 %n, 0; mov.u32 %t, %tid.x; setp.lt.u32 %first, %t, 32; setp.eq.u32 %q, %t, 0;
+@%q mbarrier.init.shared.b64 [%a], 1; @%q mbarrier.init.shared.b64 [%b], 1; bar.sync 0;\n"""
+
+
+def test_a_wait_that_counts_its_tries_ends_by_itself():
+    """It looks like a deadlock for a thousand rounds, but the kernel has another way out."""
+    body = "W: add.u32 %n, %n, 1; mbarrier.try_wait.parity.shared.b64 %q, [%a], 0; @%q bra X; setp.lt.u32 %q, %n, 1000; @%q bra W;\nst.global.u32 [%p0], %n;\nX:"
+    for order in ("eager", "random"):
+        tries = np.zeros(1, np.uint32)
+        launch(kernel(BARS + body, 1, WAIT), [tries], order=order)
+        assert tries == 1000
+
+
+@pytest.mark.parametrize("order", ["eager", "delayed", "random"])
+def test_waits_that_come_back_to_the_same_state_are_a_deadlock(order):
+    """One warp polls one barrier, another two in turn."""
+    body = "V: mbarrier.try_wait.parity.shared.b64 %q, [%a], 0; @%q bra X; @%first bra V; mbarrier.try_wait.parity.shared.b64 %q, [%b], 0; @!%q bra V;\nX:"
+    with pytest.raises(emulator.EmulatorError, match=r"\[deadlock\] no warp can go on(?s:.*)warp 0.*pending 1 of 1(?s:.*)warp 1.*pending 1 of 1"):  # fmt: skip
+        launch(kernel(BARS + body, 0, WAIT), [], block=64, order=order)
+
+
+@pytest.mark.parametrize("spin", ["nanosleep.u32 100;", "add.u32 %n, %n, 1;"])
+def test_a_warp_that_spins_is_no_deadlock(spin):
+    """Nothing shows that it spins for ever: the time limit ends it, with what each warp did."""
+    body = f"@!%first bra W;\nV: {spin} bra V;\nW: mbarrier.try_wait.parity.shared.b64 %q, [%a], 0; @!%q bra W;"
+    with pytest.raises(emulator.EmulatorError, match=r"\[timeout\].*\n.*warp 0.*line 1\d.*(running|sleeping)\n.*warp 1.*mbarrier at .*pending 1 of 1"):  # fmt: skip
+        launch(kernel(BARS + body, 0, WAIT), [], block=64, timeout=0.5)
+
+
 COPY = """.shared .align 128 .b8 buf[1024];
 .reg .b32 %s; .reg .pred %q;"""
 
@@ -194,7 +224,7 @@ def test_asynchronous_work_that_nobody_waits_for_takes_no_memory(line, order):
     text = kernel(f"mov.u32 %s, buf;\nst.shared.u32 [%s], 1;\nst.shared.u32 [%s+4], 1;\nst.shared.u32 [%s+8], 1;\nst.shared.u32 [%s+12], 1;\nfence.proxy.async;\nX: {line}\nbra X;", 1, COPY)  # fmt: skip
 
     def run():
-        with pytest.raises(emulator.EmulatorError, match=r"\[timeout\]|\[deadlock\]"):
+        with pytest.raises(emulator.EmulatorError, match=r"\[timeout\]"):
             launch(text, [np.zeros(8, np.uint32)], order=order, timeout=1.0)
 
     assert growth(run) < 20
