@@ -1,17 +1,16 @@
 // PTX text -> RawModule. Scopes matter: inline asm opens `{ ... }` blocks that redeclare registers
 // and labels.
 #include <cctype>
-#include <cstdlib>
 #include <cstring>
 
 #include "ptx.h"
+#include "scanner.h"
 
 namespace flash_attn_mx::emu {
 namespace {
 
 // Limits on one module, some ten times what the largest kernel we know needs: text that exceeds one
 // is an error with a line, and never takes the machine's memory.
-constexpr size_t kMaxText = 64u << 20;         // bytes
 constexpr int kMaxDepth = 64;                  // nesting of scopes and initialisers
 constexpr uint64_t kMaxBytes = 256u << 20;     // all module-scope variables together
 constexpr int kMaxRegs = 1 << 20;              // of one function
@@ -19,11 +18,6 @@ constexpr int kMaxScopes = 1 << 18;            // of one function
 constexpr size_t kMaxInsns = 1u << 20;         // of the module
 constexpr size_t kMaxOperands = 1u << 21;      // of the module
 constexpr uint64_t kMaxLocalBytes = 1u << 24;  // .local and call arguments of one function
-
-bool ident_start(char c) {
-  return std::isalpha((unsigned char)c) || c == '_' || c == '$' || c == '%';
-}
-bool ident_char(char c) { return std::isalnum((unsigned char)c) || c == '_' || c == '$'; }
 
 struct TypeInfo {
   uint32_t bytes;
@@ -42,13 +36,9 @@ bool type_info(const std::string& t, TypeInfo* out) {
   return true;
 }
 
-class Parser {
+class Parser : Scanner {
  public:
-  explicit Parser(const std::string& text) : s_(text.data()), e_(text.data() + text.size()) {
-    if (text.size() > kMaxText)
-      fail("the text has " + std::to_string(text.size()) + " bytes, more than " +
-           std::to_string(kMaxText));
-  }
+  explicit Parser(const std::string& text) : Scanner(text) {}
   std::unique_ptr<RawModule> run();
 
  private:
@@ -62,30 +52,6 @@ class Parser {
     int id = 0;
   };
 
-  [[noreturn]] void fail(const std::string& what) { throw ParseError(line_, what); }
-  char peek(int k = 0) const { return s_ + k < e_ ? s_[k] : '\0'; }
-  void skip();
-  bool eat(char c) {
-    skip();
-    if (peek() != c) return false;
-    ++s_;
-    return true;
-  }
-  void expect(char c) {
-    if (!eat(c)) fail(std::string("expected '") + c + "', got " + shown());
-  }
-  std::string shown() {
-    if (s_ >= e_) return "end of file";
-    std::string t;
-    for (int i = 0; i < 24 && s_ + i < e_ && s_[i] != '\n'; ++i)
-      t += std::isprint((unsigned char)s_[i]) ? s_[i] : '?';
-    return "'" + t + "'";
-  }
-  std::string ident();
-  std::string dotted();  // after '.': name with '::' parts
-  int64_t integer();
-  uint64_t scan_digits(int base);
-  RawOp number(bool neg);
   RawOp operand(int depth);
   RawOp name_operand();
   RawOp mem(int depth);
@@ -101,18 +67,10 @@ class Parser {
   void instruction();
   void call(RawInsn* in);
   void dims(int* out);
-  void skip_to(char c) {
-    while (s_ < e_ && *s_ != c) {
-      if (*s_ == '\n') ++line_;
-      ++s_;
-    }
-  }
   int new_reg(const std::string& name, uint8_t width);
   void push_scope();
   void pop_scope();
 
-  const char *s_, *e_;
-  int line_ = 1;
   std::unique_ptr<RawModule> m_;
   RawKernel* k_ = nullptr;  // function being parsed
   std::vector<Scope> scopes_;
@@ -121,114 +79,6 @@ class Parser {
   size_t operands_ = 0, insns_ = 0;
   uint64_t module_bytes_ = 0;
 };
-
-void Parser::skip() {
-  for (;;) {
-    while (s_ < e_ && std::isspace((unsigned char)*s_)) {
-      if (*s_ == '\n') ++line_;
-      ++s_;
-    }
-    if (peek() == '/' && peek(1) == '/') {
-      while (s_ < e_ && *s_ != '\n') ++s_;
-    } else if (peek() == '/' && peek(1) == '*') {
-      s_ += 2;
-      while (s_ < e_ && !(peek() == '*' && peek(1) == '/')) {
-        if (*s_ == '\n') ++line_;
-        ++s_;
-      }
-      if (s_ >= e_) fail("unterminated comment");
-      s_ += 2;
-    } else {
-      return;
-    }
-  }
-}
-
-std::string Parser::ident() {
-  skip();
-  if (!ident_start(peek())) fail("expected a name, got " + shown());
-  const char* b = s_++;
-  while (s_ < e_ && ident_char(*s_)) ++s_;
-  return {b, s_};
-}
-
-std::string Parser::dotted() {
-  skip();
-  const char* b = s_;
-  while (s_ < e_ && (ident_char(*s_) || (*s_ == ':' && peek(1) == ':'))) s_ += *s_ == ':' ? 2 : 1;
-  if (b == s_) fail("expected a directive or modifier, got " + shown());
-  return {b, s_};
-}
-
-uint64_t Parser::scan_digits(int base) {
-  uint64_t v = 0;
-  const char* b = s_;
-  for (; s_ < e_; ++s_) {
-    int d = std::isdigit((unsigned char)*s_)   ? *s_ - '0'
-            : std::isalpha((unsigned char)*s_) ? std::tolower(*s_) - 'a' + 10
-                                               : 99;
-    if (d >= base) break;
-    if (v > (UINT64_MAX - d) / base) fail("number exceeds 64 bits");
-    v = v * base + d;
-  }
-  if (b == s_) fail("malformed number");
-  return v;
-}
-
-RawOp Parser::number(bool neg) {
-  RawOp o;
-  o.kind = RawOp::Int;
-  if (peek() == '0' && (peek(1) == 'x' || peek(1) == 'X')) {
-    s_ += 2;
-    o.imm = scan_digits(16);
-  } else if (peek() == '0' && (peek(1) == 'b' || peek(1) == 'B')) {
-    s_ += 2;
-    o.imm = scan_digits(2);
-  } else if (peek() == '0' && std::strchr("fFdD", peek(1)) && peek(1)) {
-    bool d = std::tolower(peek(1)) == 'd';
-    s_ += 2;
-    const char* b = s_;
-    o.imm = scan_digits(16);
-    if (s_ - b != (d ? 16 : 8)) fail("malformed float constant");
-    o.kind = d ? RawOp::F64 : RawOp::F32;
-    if (neg) o.imm ^= d ? (1ll << 63) : (1ll << 31);
-    return o;
-  } else {
-    const char* b = s_;
-    o.imm = scan_digits(10);
-    if (peek() == '.' || peek() == 'e' || peek() == 'E') {
-      while (s_ < e_ && (std::isalnum((unsigned char)*s_) || *s_ == '.' ||
-                         ((*s_ == '-' || *s_ == '+') && std::tolower(s_[-1]) == 'e')))
-        ++s_;
-      std::string t(b, s_);
-      char* end;
-      o.kind = RawOp::Decimal;
-      o.dec = std::strtod(t.c_str(), &end);
-      if (*end) fail("malformed number '" + t + "'");
-      if (neg) o.dec = -o.dec;
-      return o;
-    }
-    if (s_ - b > 1 && *b == '0') {  // C octal
-      const char* save = s_;
-      s_ = b + 1;
-      o.imm = scan_digits(8);
-      if (s_ != save) fail("malformed octal number");
-    }
-  }
-  if (peek() == 'U' || peek() == 'u') ++s_;
-  if (neg) o.imm = (int64_t)(0 - (uint64_t)o.imm);
-  return o;
-}
-
-int64_t Parser::integer() {
-  skip();
-  bool neg = eat('-');
-  skip();
-  if (!std::isdigit((unsigned char)peek())) fail("expected a number, got " + shown());
-  RawOp o = number(neg);
-  if (o.kind != RawOp::Int) fail("expected an integer");
-  return o.imm;
-}
 
 RawOp Parser::name_operand() {
   RawOp o;
