@@ -19,8 +19,6 @@ using namespace flash_attn_mx::emu;
 
 namespace {
 
-static_assert(std::is_trivially_copyable_v<Checks>);  // a struct of bools
-
 struct Dim3 {
   unsigned x, y, z;
 };
@@ -42,12 +40,29 @@ uint64_t allocated = 0;
   std::exit(3);
 }
 
-// Options come by environment: SHIM_ORDER (eager, delayed, random), SHIM_SEED, SHIM_CHECKS=0 (all that can be off), SHIM_PROXY=0
-// (that one), SHIM_RACE=1 (race and lap), SHIM_DUMP=DIR (device memory after each launch, one file per live allocation, named by its
-// number).
+// Options come by environment: SHIM_ORDER (eager, delayed, random), SHIM_SEED, SHIM_OFF=NAME,NAME (checks that do not run; "all": each
+// that can be off), SHIM_DUMP=DIR (device memory after each launch, one file per live allocation, named by its number).
 std::string option(const char* name, const char* otherwise) {
   const char* v = std::getenv(name);
   return v ? v : otherwise;
+}
+
+void switch_off(Checks& c, std::string names) {
+  const std::pair<const char*, bool Checks::*> known[] = {{"uninit", &Checks::uninit},
+                                                          {"proxy", &Checks::proxy},
+                                                          {"leaks", &Checks::leaks},
+                                                          {"async", &Checks::async_overlap},
+                                                          {"replicas", &Checks::replicas},
+                                                          {"race", &Checks::race},
+                                                          {"lap", &Checks::lap}};
+  for (size_t end; !names.empty(); names.erase(0, end + 1)) {
+    end = std::min(names.find(','), names.size() - 1);
+    const std::string name = names.substr(0, names.find(','));
+    bool found = false;
+    for (auto& [n, field] : known)
+      if (name == n || name == "all") c.*field = false, found = true;
+    if (!found) die("SHIM_OFF: no check " + name);
+  }
 }
 
 // SHIM_EDIT changes the PTX to show what a finding in it amounts to (docs/notes/emulator.md). "wait_st": a tcgen05.wait::st after
@@ -126,11 +141,8 @@ int launch(const void* f, const uint32_t* grid, const uint32_t* block, const uin
                   : order == "delayed" ? Order::Delayed
                                        : Order::Eager;
     m.opt.seed = std::stoull(option("SHIM_SEED", "0"));
-    if (option("SHIM_CHECKS", "1") == "0")
-      std::memset(static_cast<void*>(&m.opt.checks), 0, sizeof m.opt.checks);
-    if (option("SHIM_PROXY", "1") == "0") m.opt.checks.proxy = false;
+    switch_off(m.opt.checks, option("SHIM_OFF", ""));
     if (option("SHIM_EDIT", "") == "no_dealloc") m.opt.checks.leaks = false;
-    if (option("SHIM_RACE", "0") == "0") m.opt.checks.race = m.opt.checks.lap = false;
     m.params.resize(prog->param_bytes);
     for (size_t i = 0; i < prog->params.size(); ++i)
       std::memcpy(m.params.data() + prog->params[i].offset, args[i], prog->params[i].size);
