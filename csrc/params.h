@@ -48,20 +48,21 @@ struct AttnFwdParams {
 
 // Backward. A row tile is 128 query rows of one head and sequence; its number is that of q's scale atom above, so that
 // arrays "by row tile" hold 128 rows for every tile, whatever the sequence's length.
-//   bias, minus_delta   [row tile][128] fp32
+//   bias          [row tile][128] fp32
+//   delta         [row tile][128 · 16 + 512] bytes: -delta as an operand of the MMA and its atom of scales (attn_bwd/delta.cuh)
 //   dq_acc        [row tile][4][kHeadDim / 4][32][4] fp32: lots of 4 channels of 32 rows; sums of dS · K, not yet scaled
 //   dq_turn       [row tile]: how many warps have added to it, four for each pair of key tiles
-// bwd_preprocess writes all of them; attn_bwd reads bias and minus_delta and adds to dq_acc; bwd_postprocess reads dq_acc.
+// bwd_preprocess writes all of them; attn_bwd reads bias and delta and adds to dq_acc; bwd_postprocess reads dq_acc.
 
 struct BwdPreprocessParams {
   const uint8_t* dout;        // payload, rowwise; rows start at multiples of 4 bytes
   const uint8_t* dout_scale;  // atoms of 512 bytes
   const void* out;            // O as the forward returned it
   const float* lse;
-  float* bias;         // -LSE · log2(e); -inf for rows that see no key or do not exist
-  float* minus_delta;  // -rowsum(dO ∘ O) with the dequantised dO; 0 for rows that do not exist
-  float* dq_acc;       // becomes 0; may be null
-  int32_t* dq_turn;    // becomes 0; may be null
+  float* bias;       // -LSE · log2(e); -inf for rows that see no key or do not exist
+  uint8_t* delta;    // of -rowsum(dO ∘ O) with the dequantised dO; 0 for rows that do not exist
+  float* dq_acc;     // becomes 0; may be null
+  int32_t* dq_turn;  // becomes 0; may be null
   const int32_t* cu_seqlens_q;
   int64_t dout_stride_batch, dout_stride_token, dout_stride_head;
   int64_t out_stride_batch, out_stride_token, out_stride_head;
@@ -76,7 +77,8 @@ struct AttnBwdParams {
   const uint8_t *q_scale, *q_col_scale, *dout_scale, *dout_col_scale, *k_scale,
       *k_col_scale;            // atoms
   const uint8_t* v_tok_scale;  // plain bytes
-  const float *bias, *minus_delta;
+  const float* bias;
+  const uint8_t* delta;
   float* dq_acc;  // null: dQ is not wanted
   int32_t*
       dq_turn;  // null: pairs of key tiles add to dQ in any order; else in ascending order, the same bits every time

@@ -19,6 +19,7 @@ from ._errors import check_cu_values
 
 OUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ALIGNMENT = 16  # of addresses and strides in bytes, for the bulk-copy engine
+DELTA_BYTES = 128 * 16 + 512  # of a row tile: kLaunchDeltaBytes of csrc/kernels/attn_bwd/launch.h
 EMULATED_CTAS = (
     2  # of a launch in the emulator: more than one, and few, so that each serves several work items
 )
@@ -288,11 +289,12 @@ def prepare_backward(
         tma_payload(v_tok), v_tok_scale, out if out.stride(-1) == 1 else out.contiguous(), lse.contiguous(),
     )  # fmt: skip
     row_tiles = operands[5].numel() // layouts.TILE_BYTES  # one for every atom of q's scales
-    bias, minus_delta = lse.new_empty((2, row_tiles, layouts.TILE_ROWS)).unbind(0)
+    bias = lse.new_empty((row_tiles, layouts.TILE_ROWS))
+    delta = lse.new_empty((row_tiles, DELTA_BYTES), dtype=torch.uint8)
     dq_acc = lse.new_empty((row_tiles, layouts.TILE_ROWS, tile_dim)) if needs[0] else None
     ordered = needs[0] and deterministic
     dq_turn = lse.new_empty(row_tiles, dtype=torch.int32) if ordered else None
-    scratch = (bias, minus_delta, dq_acc, dq_turn)
+    scratch = (bias, delta, dq_acc, dq_turn)
     arguments = (
         *operands, *scratch, *grads, _contiguous(cu_q), _contiguous(cu_k),
         max_q, max_k, softmax_scale, window_left, window_right,

@@ -134,8 +134,9 @@ def softmax_loop(blocks, head_dim):
 def compute_loop(blocks, head_dim):
     """Instructions of one full half tile of the backward's compute loop."""
     ring = 6 if head_dim == 128 else 16
-    barriers = (3 * 128 + ring * 64) * head_dim + 5 * 128 * 128 + (3 + ring + 8) * 512
-    barriers += 2 * 2 * 128 * 4 + 2 * 128 * 32 * 4
+    delta = (ring + 3) // 4 * (64 * 16 + 512) + 2 * 128 * 16
+    barriers = (3 * 128 + ring * 64) * head_dim + 5 * 128 * 128 + (3 + ring + 9) * 512
+    barriers += delta + 2 * 128 * 4 + 2 * 128 * 32 * 4
     s_full = barriers + 8 * (1 + 2 * ring + 2 * 2)
     p_full, dp_full, ds_full = s_full + 16, s_full + 24, s_full + 40
     loops = []
@@ -169,20 +170,21 @@ def backward_shared_memory(ops, head_dim):
     loads = sum(
         op.startswith("LDS.128") for op in ops
     )  # one address: a cycle each, measured on an H200
-    stores = sum(op.startswith("STS.128") for op in ops)
-    scales = (
-        sum(op.startswith("STS") for op in ops) - stores
-    )  # 16 bytes apart: four lanes to a bank
+    stores = {
+        width: sum(op.startswith(f"STS{width}") for op in ops) for width in (".128", ".U16", ".U8")
+    }
     assert loads == sum(op.startswith("LDS") for op in ops)
+    assert sum(stores.values()) == sum(op.startswith("STS") for op in ops)
     return {
-        "mma: S, dP": 2 * (2 * half + half),
+        "mma: S, dP": 2 * (2 * half + half) + (128 + 64) * 32,  # delta: one more block of dP
         "mma: dV, dK": 2 * half,
         "mma: dQ": ds + half,  # of two steps: 128 queries x 256 keys and 256 keys x D / 2
-        "mma: scale copies": (4 * 2 + 2) * atom,
-        "load: fill": 4 * (half + atom) + 2 * atom,
-        "compute: bias, delta": 2 * 128 * warps * loads,
-        "compute: dS": 512 * warps * stores,
-        "compute: scales": 512 * warps * scales,
+        "mma: scale copies": (5 * 2 + 2) * atom,
+        "load: fill": 4 * (half + atom) + 512 + 64 * 16 + atom,  # bias and delta
+        "compute: bias": 2 * 128 * warps * loads,
+        "compute: dS": 512 * warps * stores[".128"],
+        # By key 16 bytes apart: four lanes to a bank. By query two.
+        "compute: scales": 128 * warps * (4 * stores[".U16"] + 2 * stores[".U8"]),
         "exchange": ds + atom,  # sent and received in every second step
         "reduce: dQ": 4 * 2 * half,  # stored and read in every second step
     }

@@ -30,7 +30,9 @@ struct Operand {
 // What the kernels keep between them: row tiles of kLaunchRows each.
 struct Scratch {
   int64_t row_tiles;  // per head
-  float *bias, *minus_delta, *dq_acc;
+  float* bias;
+  uint8_t* delta;
+  float* dq_acc;
   int32_t* dq_turn;
 };
 
@@ -51,8 +53,8 @@ struct Problem {
 template <class T>
 T* scratch(const char* name, std::optional<Tensor> x, ScalarType type, int64_t size, int device) {
   if (!x) return nullptr;
-  FAMX_CHECK(x->scalar_type() == type && x->is_contiguous(), name, "contiguous float32 or int32",
-             "another dtype or strides");
+  FAMX_CHECK(x->scalar_type() == type && x->is_contiguous(), name,
+             "contiguous float32, int32 or uint8", "another dtype or strides");
   FAMX_CHECK(int64_t(x->numel()) == size, name, size, int64_t(x->numel()), " elements");
   FAMX_CHECK(x->get_device_index() == device, name, "the device of q", "another");
   return static_cast<T*>(x->mutable_data_ptr());
@@ -109,7 +111,7 @@ LaunchRecord preprocess(const std::string& kernel, const Problem& x, const Opera
   p.lse = static_cast<const float*>(lse.const_data_ptr());
   p.lse_stride_head = x.shape.tokens_q;
   p.lse_stride_batch = x.shape.heads * x.shape.tokens_q;
-  p.bias = s.bias, p.minus_delta = s.minus_delta, p.dq_acc = s.dq_acc, p.dq_turn = s.dq_turn;
+  p.bias = s.bias, p.delta = s.delta, p.dq_acc = s.dq_acc, p.dq_turn = s.dq_turn;
   LaunchRecord record = pass_record(kernel, x);
   set_params(record, p);
   return record;
@@ -128,7 +130,7 @@ LaunchRecord main_pass(const std::string& kernel, const Problem& x,
   p.softmax_scale = x.softmax_scale, p.scale_log2 = float(x.softmax_scale * kLog2E);
   p.cu_seqlens_k = x.cu_seqlens_k;
   set_token_factors(p, factors);
-  p.bias = s.bias, p.minus_delta = s.minus_delta, p.dq_acc = s.dq_acc, p.dq_turn = s.dq_turn;
+  p.bias = s.bias, p.delta = s.delta, p.dq_acc = s.dq_acc, p.dq_turn = s.dq_turn;
   p.dk = dk.address, p.dv = dv.address;
   p.dk_stride_batch = dk.batch_stride, p.dk_stride_token = dk.token_stride;
   p.dk_stride_head = dk.head_stride;
@@ -178,7 +180,7 @@ LaunchRecord postprocess(const std::string& kernel, const Problem& x, const Grad
 
 // dout, q, k (B,S,H,D) or packed (T,H,D) e4m3 with their scales, rowwise and (*_col) colwise; v_tok
 // and its plain scale; out and lse of the forward -> dq, dk, dv, of which any may be missing.
-// bias, minus_delta, dq_acc, dq_turn: scratch, see params.h; dq_acc if and only if dq; dq_turn if
+// bias, delta, dq_acc, dq_turn: scratch, see params.h; dq_acc if and only if dq; dq_turn if
 // and only if the sums of dQ are to be made in a fixed order.
 // kernels: instances of bwd_preprocess, attn_bwd and bwd_postprocess with this tile_dim; the last is
 // launched if dq is wanted. executor, images: see execute().
@@ -187,7 +189,7 @@ std::string attn_bwd(const Tensor& dout_tensor, const Tensor& dout_scale, const 
                      const Tensor& q_col, const Tensor& q_col_scale, const Tensor& k_tensor,
                      const Tensor& k_scale, const Tensor& k_col, const Tensor& k_col_scale,
                      const Tensor& v_tok, const Tensor& v_tok_scale, const Tensor& out_tensor,
-                     const Tensor& lse, const Tensor& bias, const Tensor& minus_delta,
+                     const Tensor& lse, const Tensor& bias, const Tensor& delta,
                      std::optional<Tensor> dq_acc, std::optional<Tensor> dq_turn,
                      std::optional<Tensor> dq_tensor, std::optional<Tensor> dk_tensor,
                      std::optional<Tensor> dv_tensor, std::optional<Tensor> cu_seqlens_q,
@@ -237,7 +239,8 @@ std::string attn_bwd(const Tensor& dout_tensor, const Tensor& dout_scale, const 
     return scratch<float>(name, std::move(t), ScalarType::Float, size, x.device);
   };
   s.bias = floats("bias", bias, rows);
-  s.minus_delta = floats("minus_delta", minus_delta, rows);
+  s.delta = scratch<uint8_t>("delta", delta, ScalarType::Byte,
+                             rows / bwd::kLaunchRows * bwd::kLaunchDeltaBytes, x.device);
   s.dq_acc = floats("dq_acc", dq_acc, rows * tile_dim);
   s.dq_turn =
       scratch<int32_t>("dq_turn", dq_turn, ScalarType::Int, rows / bwd::kLaunchRows, x.device);

@@ -51,8 +51,9 @@ def ptx(loaded: Loaded, more: str = "") -> str:
 {{
   .reg .pred %p<3>;
   .reg .b32 %r<16>;
+  .reg .b16 %h<6>;
   .reg .f32 %f<5>;
-  .reg .b64 %rd<9>;
+  .reg .b64 %rd<10>;
   mov.u32 %r1, %tid.x;
   mov.u32 %r2, smem;
   add.u32 %r2, %r2, 1023;

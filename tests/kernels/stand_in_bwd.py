@@ -1,5 +1,6 @@
 """The stand-in for attn_bwd between the two real passes: it loads a box through one of the seven tensor maps (stand_in.py),
-copies bias to dv and puts minus_delta into every channel of dq_acc, so that it comes out of bwd_postprocess as dQ.
+copies bias to dv and puts -delta, put together from its pieces, into every channel of dq_acc, so that it comes out of
+bwd_postprocess as dQ.
 """
 
 import ctypes
@@ -28,7 +29,7 @@ class Params(ctypes.Structure):
         *_fields(
             ctypes.c_uint64,
             "q_scale", "q_col_scale", "dout_scale", "dout_col_scale", "k_scale", "k_col_scale", "v_tok_scale",
-            "bias", "minus_delta", "dq_acc", "dq_turn", "dk", "dv", "cu_seqlens_q", "cu_seqlens_k",
+            "bias", "delta", "dq_acc", "dq_turn", "dk", "dv", "cu_seqlens_q", "cu_seqlens_k",
         ),
         *_fields(
             ctypes.c_int64,
@@ -46,13 +47,13 @@ class Params(ctypes.Structure):
 
 
 def _copies(rows: int, tile_dim: int) -> str:
-    """PTX: cluster 0 copies bias and minus_delta of all rows."""
-    field = {x: getattr(Params, x).offset for x in ("bias", "minus_delta", "dq_acc", "dv")}
+    """PTX: cluster 0 copies bias and -delta of all rows."""
+    field = {x: getattr(Params, x).offset for x in ("bias", "delta", "dq_acc", "dv")}
     return f"""
   setp.ne.u32 %p2, %r4, 0;
   @%p2 bra rows_done;
   ld.param.u64 %rd4, [params+{field["bias"]}];
-  ld.param.u64 %rd5, [params+{field["minus_delta"]}];
+  ld.param.u64 %rd5, [params+{field["delta"]}];
   ld.param.u64 %rd6, [params+{field["dq_acc"]}];
   ld.param.u64 %rd7, [params+{field["dv"]}];
   mov.u32 %r7, %r1;
@@ -64,8 +65,7 @@ next_row:
   ld.global.f32 %f1, [%rd1];
   add.u64 %rd1, %rd7, %rd8;
   st.global.f32 [%rd1+{4 * SCALARS}], %f1;
-  add.u64 %rd1, %rd5, %rd8;
-  ld.global.f32 %f1, [%rd1];
+{_minus_delta()}
   shr.u32 %r9, %r7, 5;
   mul.lo.u32 %r9, %r9, {32 * tile_dim * 4};
   and.b32 %r10, %r7, 31;
@@ -83,6 +83,45 @@ next_channels:
   add.u32 %r7, %r7, %r8;
   bra next_row;
 rows_done:"""
+
+
+def _minus_delta() -> str:
+    """PTX: %f1 = -delta of row %r7 of the scratch at %rd5 (csrc/kernels/attn_bwd/delta.cuh)."""
+    pieces = "".join(
+        f"""
+  cvt.rn.f16x2.e4m3x2 %r10, %h{i};
+  mov.b32 {{%h4, %h5}}, %r10;
+  cvt.f32.f16 %f2, %h4;
+  fma.rn.f32 %f1, %f2, {weight}, %f1;
+  cvt.f32.f16 %f2, %h5;
+  fma.rn.f32 %f1, %f2, {weight}, %f1;"""
+        for i, weight in (
+            (2, "0f3B800000"),
+            (1, "0f3F800000"),
+            (0, "0f3F800000"),
+        )  # the small first
+    )
+    return f"""  shr.u32 %r9, %r7, 7;
+  mul.wide.u32 %rd1, %r9, {sm100.DELTA_BYTES};
+  add.u64 %rd1, %rd1, %rd5;
+  and.b32 %r9, %r7, 127;
+  mul.wide.u32 %rd9, %r9, 16;
+  add.u64 %rd9, %rd9, %rd1;
+  ld.global.v2.b32 {{%r10, %r11}}, [%rd9];
+  mov.b32 {{%h0, %h1}}, %r10;
+  mov.b32 {{%h2, %h3}}, %r11;
+  and.b32 %r10, %r9, 31;
+  shl.b32 %r10, %r10, 4;
+  shr.u32 %r9, %r9, 5;
+  shl.b32 %r9, %r9, 2;
+  add.u32 %r9, %r9, %r10;
+  cvt.u64.u32 %rd9, %r9;
+  add.u64 %rd9, %rd9, %rd1;
+  ld.global.u8 %r11, [%rd9+2048];
+  mov.f32 %f1, 0f00000000;{pieces}
+  shl.b32 %r11, %r11, 23;
+  mov.b32 %f2, %r11;
+  mul.f32 %f1, %f1, %f2;"""
 
 
 def tensors(head_dim: int, device="cpu"):

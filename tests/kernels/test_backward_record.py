@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(bool(sm100.WHY_NO_HOST), reason=sm100.WHY_NO_HOS
 ARGUMENTS = [
     "dout", "dout_scale", "dout_col", "dout_col_scale", "q", "q_scale", "q_col", "q_col_scale",
     "k", "k_scale", "k_col", "k_col_scale", "v_tok", "v_tok_scale", "out", "lse",
-    "bias", "minus_delta", "dq_acc", "dq_turn", "dq", "dk", "dv", "cu_seqlens_q", "cu_seqlens_k",
+    "bias", "delta", "dq_acc", "dq_turn", "dq", "dk", "dv", "cu_seqlens_q", "cu_seqlens_k",
 ]  # fmt: skip
 
 
@@ -119,8 +119,8 @@ def test_record_of_packed_sequences():
         3, 295, 295, 310 // 128 + 3, 317 // 128 + 3,
     )  # fmt: skip
     assert p.cu_seqlens_q and p.cu_seqlens_k and p.cu_seqlens_q != p.cu_seqlens_k
-    bias, minus_delta, dq_acc, dq_turn = problem.scratch
-    assert bias.shape == minus_delta.shape == (2 * p.row_tiles, 128)
+    bias, delta, dq_acc, dq_turn = problem.scratch
+    assert bias.shape == (2 * p.row_tiles, 128) and delta.shape == (2 * p.row_tiles, 128 * 16 + 512)
     assert dq_acc.shape == (2 * p.row_tiles, 128, 64) and dq_turn.shape == (2 * p.row_tiles,)
     for m in main["maps"]:
         assert m["sizes"] == ([64, 317, 1, 1] if m["name"][0] in "kv" else [64, 310, 2, 1])
@@ -170,7 +170,7 @@ FAULTS = {
     "out": [lambda x: x[..., :32], lambda x: x[:, :5]],
     "lse": [lambda x: x.double(), lambda x: x[..., :5]],
     "bias": [lambda x: x[1:], lambda x: x.double()],
-    "minus_delta": [lambda x: x[1:]],
+    "delta": [lambda x: x[1:], lambda x: x.view(torch.int8)],
     "dq_acc": [lambda x: None, lambda x: x[..., :32], lambda x: x.half()],
     "dq_turn": [lambda x: x[1:], lambda x: x.float()],
     "dq": [lambda x: None, lambda x: x[:, :5], lambda x: x[..., ::2]],

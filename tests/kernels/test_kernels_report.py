@@ -15,10 +15,10 @@ XU_CYCLES = 700
 CYCLES_PER_MUFU = 8
 
 
-# Of a compute warp per half tile, two of them per sub-partition: 1352 of 2871 cycles. 17 are what a pair of CTAs needs.
-BACKWARD_SLOTS = 676
+# Of a compute warp per half tile, two of them per sub-partition: 1264 of 2871 cycles.
+BACKWARD_SLOTS = 632
 # Bytes per 128x128 tile at D = 128, of 2871 cycles that 2.0 PFLOPS leave. docs/backward.md says what would save more.
-BACKWARD_SMEM = 2440 * 128
+BACKWARD_SMEM = 2240 * 128
 
 
 def checked_report(kernel):
@@ -56,7 +56,7 @@ def test_backward_kernel_keeps_its_budget(kernel):
     assert 256 * row["softmax"] + 256 * row["others"] <= 512 * row["launch"]
     assert sum(row["loop"].values()) <= BACKWARD_SLOTS
     assert sum(row["smem"].values()) <= BACKWARD_SMEM
-    assert row["smem"]["compute: bias, delta"] > 0 and row["smem"]["compute: scales"] > 0
+    assert row["smem"]["compute: bias"] > 0 and row["smem"]["compute: scales"] > 0
     assert (
         row["loop"]["FADD2"] == 32
     )  # S·c is rounded before LSE is subtracted: ptxas has not fused the two

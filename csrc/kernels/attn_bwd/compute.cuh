@@ -34,11 +34,10 @@ template <class C>
 struct Compute {
   const AttnBwdParams& p;
   const uint32_t smem;
-  const uint32_t smem0;   // of CTA 0, which issues for both
-  const uint32_t tmem;    // of the warp's lanes
-  const int half;         // of the queries: 0, 1
-  const int key;          // of the tile
-  float v_factor = 1.0f;  // token scale of V
+  const uint32_t smem0;  // of CTA 0, which issues for both
+  const uint32_t tmem;   // of the warp's lanes
+  const int half;        // of the queries: 0, 1
+  const int key;         // of the tile
   RingState<C::kStatsStages> stats{};
 
   FAMX_DEVICE Compute(const AttnBwdParams& params, const Work& work, uint32_t smem, uint32_t tmem)
@@ -48,12 +47,23 @@ struct Compute {
         tmem(tmem + lanes_of_warp()),
         half(warp_index() / 4),
         key(threadIdx.x % kTile) {
-    if (key >= work.keys()) return;
-    const int64_t token = work.k_start + int64_t(work.key_tile) * kTile + key;
-    v_factor =
-        scale_factor(p.v_tok_scale[(p.cu_seqlens_k ? 0 : work.batch) * p.v_tok_scale_stride_batch +
-                                   token * p.v_tok_scale_stride_token +
-                                   work.key_head * p.v_tok_scale_stride_head]);
+    if (half == 0) store_v_scale(work);
+  }
+
+  // V's token scale is the scale of every block of its row -> s_loaded, the first
+  FAMX_DEVICE void store_v_scale(const Work& work) {
+    uint32_t word = kScaleOnes;
+    if (key < work.keys()) {
+      const int64_t token = work.k_start + int64_t(work.key_tile) * kTile + key;
+      const uint8_t* scales =
+          p.v_tok_scale + (p.cu_seqlens_k ? 0 : work.batch) * p.v_tok_scale_stride_batch;
+      word = 0x01010101u *
+             scales[token * p.v_tok_scale_stride_token + work.key_head * p.v_tok_scale_stride_head];
+    }
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem + C::kVScale + scale_word_offset(key)),
+                 "r"(word)
+                 : "memory");
+    ptx::fence_proxy_async();  // tcgen05.cp reads it
   }
 
   FAMX_DEVICE void run(const Work& work) {
@@ -120,7 +130,7 @@ struct Compute {
     const auto visible = [&](int query) {
       return !kMasked || (mask[query / kBlock] >> query % kBlock & 1) != 0;
     };
-    const uint32_t stat = smem + C::kStats + stats.stage * 2 * C::kStatBytes +
+    const uint32_t stat = smem + C::kStats + stats.stage * C::kStatBytes +
                           half * kHalfQueries * uint32_t(sizeof(float));
     ptx::mbarrier_wait(barrier_at(smem + C::kStatsFull, stats.stage), stats.parity);
     ptx::mbarrier_wait(smem + C::kSFull, parity);
@@ -152,6 +162,8 @@ struct Compute {
       quantise(prob[b], byte, payload + 8 * b);
       bytes |= uint32_t(byte) << (8 * b);
     }
+    arrive(C::kStatsEmpty + 8 * stats.stage);
+    stats.advance();
     store_scales(C::kPScale, bytes);
     store_payload(C::kS, payload);
     ptx::fence_proxy_async();  // tcgen05.cp reads the scales
@@ -163,31 +175,22 @@ struct Compute {
     uint32_t ds[kHalfBlocks][32];
     load(ds, C::kDP, C::kDPLoaded);
     bytes = 0;
-    const Float2 factor = pack(v_factor, v_factor);
 #pragma unroll
     for (int b = 0; b < kHalfBlocks; ++b) {
       float amax = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kBlock; i += 4) {
-        const float4 delta = load_shared(stat + C::kStatBytes + (b * kBlock + i) * sizeof(float));
-#pragma unroll
-        for (int e = 0; e < 4; e += 2) {
-          const int at = i + e;
-          const Float2 minus_delta = e ? pack(delta.z, delta.w) : pack(delta.x, delta.y);
-          const Float2 y = mul(fma(pair(ds[b], at), factor, minus_delta), pair(prob[b], at));
-          const float y0 = visible(b * kBlock + at) ? low(y) : 0.0f;
-          const float y1 = visible(b * kBlock + at + 1) ? high(y) : 0.0f;
-          amax = max_nan(amax, fabsf(y0), fabsf(y1));
-          put(ds[b], at, y0, y1);
-        }
+      for (int i = 0; i < kBlock; i += 2) {
+        const Float2 y = mul(pair(ds[b], i), pair(prob[b], i));
+        const float y0 = visible(b * kBlock + i) ? low(y) : 0.0f;
+        const float y1 = visible(b * kBlock + i + 1) ? high(y) : 0.0f;
+        amax = max_nan(amax, fabsf(y0), fabsf(y1));
+        put(ds[b], i, y0, y1);
       }
       // The warp's 32 keys and these 32 queries share the scale.
       const int byte = rceil_byte(__uint_as_float(warp_max(__float_as_uint(amax) & 0x7FFFFFFFu)));
       quantise(ds[b], byte, payload + 8 * b);
       bytes |= uint32_t(byte) << (8 * b);
     }
-    arrive(C::kStatsEmpty + 8 * stats.stage);
-    stats.advance();
     store_scales(C::kDsScaleByKey, bytes);
     store_ds(payload, bytes, to);
     store_payload(C::kDP, payload);
@@ -224,7 +227,7 @@ struct Compute {
     ptx::tmem_store_16(tmem + column + C::payload_column(half * kHalfBlocks), payload);
   }
 
-  // 64 queries of the key's row of dS, and the scales by query: lane = query of a block, byte = block of keys.
+  // 64 queries of the key's row of dS, and the scales by query: a row of the atom per query, byte = block of keys.
   FAMX_DEVICE void store_ds(const uint32_t (&payload)[kHalfBlocks * 8], uint32_t bytes,
                             DsBuffer to) {
     constexpr int kChunks = kHalfQueries / 16;
@@ -237,12 +240,15 @@ struct Compute {
                    "r"(payload[4 * i + 3])
                    : "memory");
     }
+    // A lane takes a query of one of the two blocks and then another, so that two lanes, not four, share a bank.
+    static_assert(kHalfBlocks == 2, "bit 0 of the lane chooses the block");
+    const int lane = key & 31, block = lane & 1;
+    const int query = (half * kHalfBlocks + block) * kBlock + lane / 2;
 #pragma unroll
-    for (int b = 0; b < kHalfBlocks; ++b) {
-      const int query = (half * kHalfBlocks + b) * kBlock + (key & 31);
+    for (int i = 0; i < kBlock; i += kBlock / 2) {
       asm volatile(
-          "st.shared.b8 [%0], %1;" ::"r"(to.scales + scale_word_offset(query) + key / kBlock),
-          "r"(bytes >> (8 * b))
+          "st.shared.b8 [%0], %1;" ::"r"(to.scales + scale_word_offset(query + i) + key / kBlock),
+          "r"(bytes >> (8 * block))
           : "memory");
     }
   }

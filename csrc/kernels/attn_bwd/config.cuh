@@ -3,7 +3,7 @@
 //
 // FLOW      K,K',V and per step Q,Q',dO,dO' and their scale atoms -TMA-> SMEM; scales -tcgen05.cp-> TMEM   (' = colwise copy)
 //           S^T  = K · Q^T   (D)        TMEM -ld-> registers: P^T = min(1, 2^(c S - LSE)), one scale per (key, 32 queries)
-//           dP^T = V · dO^T  (D)        TMEM -ld-> registers: dS^T = P^T ∘ (dP^T - delta), one scale per 32 x 32
+//           dP^T = V · dO^T - delta (D) TMEM -ld-> registers: dS^T = P^T ∘ dP^T, one scale per 32 x 32. -delta: delta.cuh
 //           dV  += P^T · dO' (queries)  P^T -st-> TMEM; SFP -> SMEM -cp-> TMEM
 //           dK  += dS^T · Q' (queries)  dS^T -st-> TMEM; SFdS by key -> SMEM -cp-> TMEM
 //           dQ   = dS · K'   (keys)     of two steps at once: dS^T of 256 keys in SMEM, read MN-major; SFdS by query (the same
@@ -34,7 +34,7 @@
 //           128-255  | dQ     | 128xD f32     | mma        | reduce  | dP^T and dS^T, once dK has been issued
 //           256-     | dV     | 128xD f32     | mma        | compute0| -
 //           384-     | dK     | 128xD f32     | mma        | compute1| -
-//           +16..47  | scales | 4 columns each| mma (cp)   | mma     | of S and dK: in dP^T; of dP, dV and dQ: in S^T (dQ: 8)
+//           +16..55  | scales | 4 columns each| mma (cp)   | mma     | of S and dK: in dP^T; of dP, delta, dV and dQ: in S^T (dQ: 8)
 //           Scales lie in whichever of the two regions has been read by then; P^T and dS^T stay clear of columns 16-63.
 //
 // SMEM      buffer     | shape x type                       | stages | bytes each   | swizzle          (the same in both CTAs)
@@ -44,21 +44,24 @@
 //                      | 128 x D/2: Q' or dO'               |        |              | D/2 bytes
 //           ds         | 256 keys x 128 queries e4m3        | 2      | 32768        | 128 bytes
 //           ds_out     | 128 keys x 128 queries e4m3        | 1      | 16384        | 128 bytes
-//           scales     | atoms of 512 bytes: K, 2 K'; 1 per ring slot; P; dS by key; dS by query: 2 x 2 and 1 to go out; ones
-//           stats      | 128 x {bias, -delta} f32           | 2      | 1024         | none
+//           scales     | atoms of 512 bytes: K, 2 K', V (written by compute); 1 per ring slot; P; dS by key; dS by query: 2 x 2
+//                      | and 1 to go out; ones
+//           stats      | 128 x bias f32                     | 2      | 512          | none
+//           delta      | 64 x 16 e4m3; an atom of scales    | 2 / 4  | 1024; 512    | none
+//           weights    | 128 x 16 e4m3, 128 x 16 zeros      | 1      | 4096         | none
 //           dq_stage   | 4 warps x 32 channels x 32 rows f32| 2      | 16384        | none
 //           poison     | a bit per channel: dV, dK          | 1      | 32           | none
 //
 // BARRIERS  in both CTAs. "0": only CTA 0 waits, both CTAs arrive there; commits arrive in both.
 //           name          | arrives: who x count              | waits           | per step      | guards
 //           keys_full   0 | load x 1 + tx; mma of CTA 1 x 1   | mma             | once          | keys, their scales
-//           ring_full[s]0 | load x 1 + tx; mma of CTA 1 x 1   | mma             | 4             | ring[s], its scales
+//           ring_full[s]0 | load x 1 + tx; mma of CTA 1 x 1   | mma             | 4             | ring[s], its scales; with dO: delta
 //                           (CTA 1's own: load x 1 + tx; its mma warp waits)
 //           ring_empty[s] | mma commit x 1                    | load            | 4             | ring[s], its scales
 //           stats_full[s] | load x 1 + tx                     | compute         | 1             | stats[s]
 //           stats_empty[s]| compute: lane 0 of each warp, 8   | load            | 1             | stats[s]
 //           s_full        | mma commit x 1                    | compute         | 1             | S^T written
-//           s_loaded    0 | compute x 16                      | mma             | 1             | S^T read: its columns are free
+//           s_loaded    0 | compute x 16                      | mma             | 1             | S^T read: its columns are free; V's scales
 //           p_full      0 | compute x 16                      | mma             | 1             | P^T, SFP
 //           dp_full       | mma commit x 1                    | compute         | 1             | dP^T written; dQ, dK before are done: ds, ds_out, SFdS
 //           dp_loaded   0 | compute x 16                      | mma             | 1             | dP^T read: its columns are free
@@ -77,6 +80,7 @@
 //           S(j+1) waits until dP(j) is in registers (its scales go there), dQ and dP(j+1) until S(j+1) is.
 #pragma once
 
+#include "attn_bwd/delta.cuh"
 #include "attn_bwd/launch.h"
 #include "common/mask.cuh"
 #include "common/mma_mxf8.cuh"
@@ -123,6 +127,9 @@ struct Config {
   static_assert(kHeadDim == 64 || kHeadDim == 128, "row of a payload tile = span of the swizzle");
   static constexpr int kRingStages = launch_ring_stages(kHeadDim);
   static constexpr int kStatsStages = 2;
+  // A step's delta goes with its dO. With four loads per step the ring's release of an old dO covers the delta it came with.
+  static constexpr int kDeltaStages = launch_delta_stages(kHeadDim);
+  static_assert(4 * kDeltaStages >= kRingStages, "delta(j) is loaded when dP(j - stages) is done");
   // Channels of dQ that a warp stages at once. H200, 2026-11, benchmarks/bench_dq_reduction.cu: 64 KB take 4190 cycles in
   // copies of 4 KB with one buffer, 3980 with two, 4000 from registers; beside busy shared memory 4300, 4240, 3980, and
   // 5880 in copies of 2 KB with two buffers.
@@ -145,9 +152,10 @@ struct Config {
   static constexpr uint32_t kSFK = kDP + 16, kSFQ = kDP + 20;     // S
   static constexpr uint32_t kSFdSk = kDP + 24, kSFQt = kDP + 28;  // dK
   static constexpr uint32_t kSFV = kS + 16, kSFdO = kS + 20;      // dP
-  static constexpr uint32_t kSFP = kS + 24, kSFdOt = kS + 28;     // dV
-  static constexpr uint32_t kSFdSq = kS + 32, kSFKt = kS + 40;    // dQ: two atoms each
-  static_assert(kHalfBlocks * kBlock / 4 <= 16 && 40 + kPair * kScaleAtomColumns <= kHalfQueries,
+  static constexpr uint32_t kSFOnes = kS + 48, kSFDelta = kS + 52;
+  static constexpr uint32_t kSFP = kS + 24, kSFdOt = kS + 28;   // dV
+  static constexpr uint32_t kSFdSq = kS + 32, kSFKt = kS + 40;  // dQ: two atoms each
+  static_assert(kHalfBlocks * kBlock / 4 <= 16 && 52 + kScaleAtomColumns <= kHalfQueries,
                 "payloads beside scales");
 
   // Shared memory, as offsets from a 1024-byte boundary.
@@ -166,9 +174,15 @@ struct Config {
   static constexpr uint32_t kDsScaleByQuery = kDsScaleByKey + kScaleAtomBytes;
   static constexpr uint32_t kDsScaleOut = kDsScaleByQuery + kDsBuffers * kPair * kScaleAtomBytes;
   static constexpr uint32_t kOnes = kDsScaleOut + kScaleAtomBytes;
-  static constexpr uint32_t kStats = kOnes + kScaleAtomBytes;
-  static constexpr uint32_t kStatBytes = kTile * sizeof(float);  // bias, then -delta
-  static constexpr uint32_t kDQStage = kStats + kStatsStages * 2 * kStatBytes;
+  static constexpr uint32_t kVScale = kOnes + kScaleAtomBytes;
+  static constexpr uint32_t kDeltaScale = kVScale + kScaleAtomBytes;
+  static constexpr uint32_t kDeltaHalfBytes = kHalfRows * kDeltaRowBytes;
+  static constexpr uint32_t kDelta = kDeltaScale + kDeltaStages * kScaleAtomBytes;
+  static constexpr uint32_t kWeights = kDelta + kDeltaStages * kDeltaHalfBytes;
+  static constexpr uint32_t kZeros = kWeights + kTile * kDeltaRowBytes;
+  static constexpr uint32_t kStats = kZeros + kTile * kDeltaRowBytes;
+  static constexpr uint32_t kStatBytes = kTile * sizeof(float);
+  static constexpr uint32_t kDQStage = kStats + kStatsStages * kStatBytes;
   static constexpr uint32_t kBarriers = kDQStage + kDQStages * kTile * kChunk * sizeof(float);
   static_assert(kHalfBytes % 1024 == 0, "swizzle patterns start on their natural boundary");
 

@@ -42,6 +42,12 @@ FAMX_DEVICE void init_barriers(uint32_t smem, int rank) {
   ptx::fence_mbarrier_init();
 }
 
+FAMX_DEVICE void store_shared_16(uint32_t address, uint32_t word0, uint32_t word1) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %3};" ::"r"(address), "r"(word0), "r"(word1),
+               "r"(0)
+               : "memory");
+}
+
 // A dQ of one step has only slot 0. Slot 1's rows are computed from what lies there, and not used; nothing lies there before
 // the first dQ of two steps.
 template <class C>
@@ -49,8 +55,7 @@ FAMX_DEVICE void clear_ds(const AttnBwdParams& p, uint32_t smem) {
   if (blockIdx.x % kPair != 1 || !p.dq_acc) return;
   const auto clear = [&](uint32_t first, uint32_t bytes) {
     for (uint32_t at = 16 * threadIdx.x; at < bytes; at += 16 * kThreads)
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(smem + first + at), "r"(0)
-                   : "memory");
+      store_shared_16(smem + first + at, 0, 0);
   };
   clear(C::kDs, C::kDsBuffers * kPair * C::kDsBytes);
   clear(C::kDsScaleByQuery, C::kDsBuffers * kPair * kScaleAtomBytes);
@@ -73,7 +78,11 @@ FAMX_DEVICE void run(const AttnBwdParams& p) {
     if (lane < 2 * kTile / 32)
       asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem + C::kPoison + 4 * lane), "r"(0)
                    : "memory");
-    ptx::fence_proxy_async();  // tcgen05.cp reads the ones
+    for (uint32_t at = 16 * lane; at < kTile * kDeltaRowBytes; at += 16 * 32) {
+      store_shared_16(smem + C::kWeights + at, kDeltaWeights0, kDeltaWeights4);
+      store_shared_16(smem + C::kZeros + at, 0, 0);
+    }
+    ptx::fence_proxy_async();  // tcgen05.cp reads the ones, the mma the weights
   } else if (warp == kLoadWarp && ptx::elect_one()) {
     init_barriers<C>(smem, blockIdx.x % kPair);
     ptx::fence_proxy_async();

@@ -158,14 +158,24 @@ struct Mma {
     commit(C::kSFull);
   }
 
-  // dO, s_loaded -> dP^T = V · dO^T -> dp_full. V's token scales are left to the compute role.
+  // dO, delta, s_loaded -> dP^T = V · dO^T - delta -> dp_full
   FAMX_DEVICE void make_dp(Step s, int step) {
     const Slot dout = wait_slot(s, -1);
     wait(C::kSLoaded, step);
     if (issues) {
-      copy_scales(C::kSFV, smem + C::kOnes);
+      const uint32_t stage = step % C::kDeltaStages;
+      copy_scales(C::kSFV, smem + C::kVScale);
       copy_scales(C::kSFdO, dout.scale);
+      copy_scales(C::kSFOnes, smem + C::kOnes);
+      copy_scales(C::kSFDelta, smem + C::kDeltaScale + stage * kScaleAtomBytes);
       multiply_along_head(C::kDP, smem + C::kV, dout.tile, C::kSFV, C::kSFdO);
+      const auto rows = [&](uint32_t first) {
+        return plain_tile_descriptor(first, smem + C::kZeros - first);
+      };
+      MmaMxf8SS::fma<kPair>(tmem + C::kDP, rows(smem + C::kWeights),
+                            rows(smem + C::kDelta + stage * C::kDeltaHalfBytes),
+                            mxf8_instruction<kTile, kK, kK, kM>(0), tmem + C::kSFOnes,
+                            tmem + C::kSFDelta, true);
     }
     release(dout);
     commit(C::kDPFull);

@@ -1,13 +1,14 @@
 // bwd_preprocess: what attn_bwd needs per query row, and zeros where it will add.
 //
-// FLOW   dO payload, scales, O -LDG-> registers -> delta = rowsum(dO ∘ O) -> GMEM;  LSE -> bias;  0 -> dq_acc, dq_turn
+// FLOW   dO payload, scales, O -LDG-> registers -> delta = rowsum(dO ∘ O) -> an operand of the MMA (attn_bwd/delta.cuh) -> GMEM
+//        LSE -> bias;  0 -> dq_acc, dq_turn
 // ROLES  8 warps, all the same: kLanes lanes share a row, 4 channels each.      GRID  row tiles, see RowTile
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "attn_bwd/launch.h"
+#include "attn_bwd/delta.cuh"
 #include "common/row_tile.cuh"
 #include "common/sf_layout.cuh"
 #include "params.h"
@@ -19,17 +20,6 @@ using fp16 = __half;
 using fp32 = float;
 
 constexpr int kPreprocessThreads = kLaunchPassThreads;
-
-// A 32-bit word of four E4M3 payloads -> floats.
-FAMX_DEVICE void unpack_e4m3(uint32_t word, float (&x)[4]) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    uint32_t halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(uint16_t(word >> (16 * i))));
-    const float2 f = __half22float2(reinterpret_cast<const __half2&>(halves));
-    x[2 * i] = f.x, x[2 * i + 1] = f.y;
-  }
-}
 
 template <int kHeadDim, class Out>
 struct Preprocess {
@@ -58,12 +48,21 @@ struct Preprocess {
 #pragma unroll
       for (int step = 1; step < kLanes; step *= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
       if (lane == 0) {
-        p.minus_delta[tile.index * kTile + row] = -sum;
+        store_delta(tile.index, row, -sum);
         const float l = exists ? lse[token] : -__builtin_huge_valf();
         p.bias[tile.index * kTile + row] =
             l == -__builtin_huge_valf() ? l : l * -1.4426950408889634f;
       }
     }
+  }
+
+  FAMX_DEVICE void store_delta(int64_t row_tile, int row, float minus_delta) const {
+    uint32_t words[2];
+    const uint32_t byte = delta_pieces(minus_delta, words);
+    uint8_t* tile = p.delta + row_tile * kLaunchDeltaBytes;
+    *reinterpret_cast<uint4*>(tile + row * kDeltaRowBytes) = make_uint4(words[0], words[1], 0, 0);
+    // The atom's other blocks are not multiplied.
+    *reinterpret_cast<uint32_t*>(tile + kTile * kDeltaRowBytes + scale_word_offset(row)) = byte;
   }
 
   // The payloads of four channels, zeros for those behind the last: their bytes may not even be mapped.
@@ -78,8 +77,9 @@ struct Preprocess {
   FAMX_DEVICE float partial(const uint8_t* dout, const uint8_t* scale, const Out* out,
                             int channel) const {
     if (channel >= p.head_dim) return 0.0f;
-    float x[4];
-    unpack_e4m3(payload_word(dout + channel, p.head_dim - channel), x);
+    const uint32_t word = payload_word(dout + channel, p.head_dim - channel);
+    const float2 low = ptx::unpack_e4m3(word), high = ptx::unpack_e4m3(word >> 16);
+    const float x[4] = {low.x, low.y, high.x, high.y};
     const float factor = scale_factor(scale[channel / 32]);
     float sum = 0.0f;
 #pragma unroll

@@ -68,6 +68,16 @@ struct SwizzledTile {
   }
 };
 
+// Rows of 32 bytes, K-major, no swizzle: 16 bytes here, the other 16 `to_second` bytes behind; rows 16 bytes apart.
+FAMX_DEVICE uint64_t plain_tile_descriptor(uint32_t smem, uint32_t to_second) {
+  cute::UMMA::SmemDescriptor d{};
+  d.version_ = 1;
+  d.start_address_ = uint16_t(smem >> 4);
+  d.leading_byte_offset_ = uint16_t(to_second >> 4);
+  d.stride_byte_offset_ = 8 * 16 >> 4;
+  return d.desc_;
+}
+
 // An atom of scales (common/sf_layout.cuh) as the source of tcgen05.cp: 32 rows of 16 bytes, no swizzle.
 FAMX_DEVICE uint64_t scale_atom_descriptor(uint32_t smem) {
   cute::UMMA::SmemDescriptor d{};

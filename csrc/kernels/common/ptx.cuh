@@ -377,6 +377,19 @@ FAMX_DEVICE uint32_t pack_e4m3(float x0, float x1, float x2, float x3) {
   return d;
 }
 
+// Two of them -> floats.
+FAMX_DEVICE float2 unpack_e4m3(uint32_t pair) {
+  float2 x;
+  asm("{\n .reg .b32 halves;\n .reg .b16 low, high;\n"
+      " cvt.rn.f16x2.e4m3x2 halves, %2;\n"
+      " mov.b32 {low, high}, halves;\n"
+      " cvt.f32.f16 %0, low;\n"
+      " cvt.f32.f16 %1, high;\n}\n"
+      : "=f"(x.x), "=f"(x.y)
+      : "h"(uint16_t(pair)));
+  return x;
+}
+
 // The same for E5M2: beyond 57344 -> 57344.
 FAMX_DEVICE uint32_t pack_e5m2(float x0, float x1, float x2, float x3) {
   uint32_t d;
