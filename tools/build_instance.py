@@ -28,8 +28,13 @@ def find_nvcc() -> str:
     )
 
 
-def build(name: str, arch: str, out: Path) -> str:
+SHIPPED = "FAMX_DEFINE_KERNEL({name}, {arguments})"
+
+
+def build(name: str, arch: str, out: Path, definition: str = SHIPPED) -> str:
     """Compiles the instance `name` for `arch`, such as sm_90, into the fat binary `out`; returns its path.
+
+    definition: another way to define it, for benchmarks of variants.
 
     Raises: KeyError (no such instance), RuntimeError (no nvcc, or what it says).
     """
@@ -43,7 +48,8 @@ def build(name: str, arch: str, out: Path) -> str:
     if not nvcc:
         raise RuntimeError("nvcc not found (FAMX_NVCC, CUDA_HOME, PATH)")
     source = out.with_suffix(".cu")
-    source.write_text(f'#include "{header}"\nFAMX_DEFINE_KERNEL({name}, {arguments})\n')
+    defined = definition.format(name=name, arguments=arguments)
+    source.write_text(f'#include "{header}"\n{defined}\n')
     flags = ["-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", f"-arch={arch}"]
     includes = [f"-I{KERNELS}", f"-I{KERNELS.parent}"]
     done = subprocess.run(

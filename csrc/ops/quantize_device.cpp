@@ -118,7 +118,8 @@ std::string quantize_device(const Tensor& x, std::string rounding, std::optional
   record.kernel = kernel;
   record.grid = rows > 0 && view.channels > 0 ? uint32_t(slots * view.heads) : 0;
   namespace kernels = flash_attn_mx::quantize;
-  record.block = kernels::launch_threads(kernels::launch_tile(int(view.channels)));
+  record.block =
+      kernels::launch_threads(kernels::launch_tile(int(view.channels)), int(x.element_size()));
   set_params(record, p);
   return execute({record}, executor, {image}, device);
 }

@@ -61,10 +61,11 @@ def test_roundings_and_formats(rounding, dtype):
     assert_same(draw((1, 70, 2, 40), torch.float32), rounding=rounding, dtype=dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("first", range(0, 65536, 16384))
-def test_every_bf16_pattern(first):
+def test_every_16_bit_pattern(first, dtype):
     bits = torch.arange(first, first + 16384, dtype=torch.int32).to(torch.int16)
-    assert_same(bits.view(torch.bfloat16).view(1, 256, 1, 64), ("rowwise", "colwise"))
+    assert_same(bits.view(dtype).view(1, 256, 1, 64), ("rowwise", "colwise"))
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,24 @@ def test_strides():
     assert_same(x[..., 1:33])
     assert_same(x[:1].expand(3, 3, 70, 64))
     assert_same(x[:, :, :40].transpose(2, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("atoms", [False, True])
+def test_eight_channels_that_start_at_a_multiple_of_four(dtype, atoms):
+    """Read as two halves, because of the address, a stride or head_dim: the bytes of the same values that lie well."""
+    wide = draw((1, 70, 2, 72), dtype)
+    for x in (wide[..., 4:68], wide[..., :68].contiguous()[..., :64], wide[..., :68]):
+        assert (
+            x.data_ptr() % 8 == 0
+            and device_quantize.prepare(x, AXES, "rceil", E4M3).arguments[0] is x
+        )
+        if not atoms:
+            assert_same(x)
+        want = emulated(x.contiguous(), AXES, atoms=atoms)
+        for axis, results in emulated(x, AXES, atoms=atoms).items():
+            for have, expected in zip(results, want[axis]):
+                assert_equal_bits(have, expected, axis)
 
 
 @pytest.mark.parametrize("head_dim", [6, 132])

@@ -10,7 +10,11 @@ constexpr int kLaunchTile = 128;  // tokens of a CTA
 // head_dim that one instance serves in one pass; a larger one takes several passes of 128.
 constexpr int launch_tile(int head_dim) { return head_dim <= 64 ? 64 : 128; }
 
-// A warp for every block of 32 tokens x 32 channels.
-constexpr int launch_threads(int tile_dim) { return kLaunchTile / 32 * (tile_dim / 32) * 32; }
+constexpr int kLaunchLanes = 8;  // that share a token, 16 bytes each
+
+// A warp for every 32 tokens of kLaunchLanes lanes.   size: bytes of an element of x
+constexpr int launch_threads(int tile_dim, int size) {
+  return kLaunchTile / 32 * (tile_dim * size / (16 * kLaunchLanes)) * 32;
+}
 
 }  // namespace flash_attn_mx::quantize
