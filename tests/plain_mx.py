@@ -1,12 +1,22 @@
 """Attention in plain PyTorch, in fp32 or with every operand rounded to MXFP8, and the rule that compares with it.
 
-The rule is flash-attention's and torch's: a kernel may err twice as much as a plain implementation of its precision.
+The rule is flash-attention's and torch's: the largest error may be twice that of a plain implementation of the same
+precision. MXFP8's errors are few and large: where one weight dominates a row, the largest of a tensor is that of one product
+that stood at a rounding boundary, and an implementation that multiplies it by something else before it is rounded errs by
+half as much, or twice. So "a plain implementation" is three of them here, which differ in what the contract of the format
+leaves open (VARIANTS), and the largest error is that of the worst one. The root mean square error, which hardly
+knows luck, is held against theirs besides, without a factor of two.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+TILE = 128  # keys
+# Of the worst plain implementation. Gradients of dO in E5M2 instead of E4M3 give 1.16 (test_grid_rule_can_fail).
+RMS_FACTOR = 1.1
 
 
 def visible(seqlen_q, seqlen_k, causal, window):
@@ -33,12 +43,46 @@ def mx_round(x, dim):
     return rounded.flatten(-2)[..., :size].movedim(-1, dim)
 
 
-def attention(q, k, v, dout, seen, rounded, scale=None):
+class Variant(NamedTuple):
+    """What an implementation in MXFP8 may choose; power-of-two factors would change nothing.
+
+    order: in which the key tiles are visited, each with the running maximum as reference; None = the whole row at once.
+    factor: of P and dS while they are rounded: 448 fills E4M3's range.   fold: the softmax scale goes into dS before it is
+    rounded, and delta is taken from the unrounded dO.
+    """
+
+    order: str | None = None
+    factor: float = 1.0
+    fold: bool = False
+
+
+VARIANTS = (Variant(), Variant("first to last", fold=True), Variant("last to first", factor=448.0))
+
+
+def _reference(s, order):
+    """The value that is subtracted from each score before exp: (.., Sq, 1) or (.., Sq, Sk)."""
+    if order is None:
+        return s.amax(-1, keepdim=True)
+    tiles = F.pad(s, (0, -s.shape[-1] % TILE), value=-math.inf).unflatten(-1, (-1, TILE)).amax(-1)
+    if order == "last to first":
+        running = tiles.flip(-1).cummax(-1).values.flip(-1)
+    else:
+        running = tiles.cummax(-1).values
+    return running.repeat_interleave(TILE, -1)[..., : s.shape[-1]]
+
+
+def _finite(x):
+    """Rows that see nothing have a reference of -inf."""
+    return x.masked_fill(x == -math.inf, 0.0)
+
+
+def attention(q, k, v, dout, seen, scale=None, variant=None):
     """(out, dq, dk, dv), (B, S, H, D) fp32, written out.
 
-    seen: (Sq, Sk) bool.   rounded: every operand of every product goes through mx_round.
+    seen: (Sq, Sk) bool.   variant: every operand of every product goes through mx_round, in that way; None: nothing does.
     """
-    r = mx_round if rounded else lambda x, dim: x
+    r = (lambda x, dim: x) if variant is None else mx_round
+    variant = variant or Variant()
     group = q.shape[2] // k.shape[2]
     q, dout = (x.float().transpose(1, 2) for x in (q, dout))
     k, v = (x.float().transpose(1, 2).repeat_interleave(group, dim=1) for x in (k, v))
@@ -46,58 +90,74 @@ def attention(q, k, v, dout, seen, rounded, scale=None):
     s = (r(q, -1) @ r(k, -1).mT * scale).masked_fill(~seen, -math.inf)
     # Weights of at most 1, divided by their sum at the end, as flash attention does. Normalised first, weights near 2^-n
     # (uniform attention over 2^n keys) would round without error by luck.
-    e = torch.exp(s - s.amax(-1, keepdim=True)).nan_to_num(0.0)  # rows that see nothing
-    total = e.sum(-1, keepdim=True).clamp(min=1e-30)
-    p = e / total
-    out = r(e, -1) @ r(v, -2) / total
+    reference = _reference(s, variant.order)
+    final = _finite(s.amax(-1, keepdim=True))
+    total = torch.exp(s - final).sum(-1, keepdim=True).clamp(min=1e-30)
+    p = torch.exp(s - final) / total
+    e = r(torch.exp(s - _finite(reference)) * variant.factor, -1)
+    out = e * torch.exp(reference - final) / variant.factor @ r(v, -2) / total
     dp = r(dout, -1) @ r(v, -1).mT
-    delta = (r(dout, -1) * out).sum(-1, keepdim=True)
-    ds = p * (dp - delta)
-    dq = r(ds, -1) @ r(k, -2) * scale
-    dk = r(ds, -2).mT @ r(q, -2) * scale
-    dv = r(p, -2).mT @ r(dout, -2)
+    delta = ((dout if variant.fold else r(dout, -1)) * out).sum(-1, keepdim=True)
+    before = scale if variant.fold else variant.factor
+    ds = p * (dp - delta) * before
+    dq = r(ds, -1) @ r(k, -2) * (scale / before)
+    dk = r(ds, -2).mT @ r(q, -2) * (scale / before)
+    dv = r(p * variant.factor, -2).mT @ r(dout, -2) / variant.factor
     dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
     return [x.transpose(1, 2) for x in (out, dq, dk, dv)]
 
 
-class RuleExceeded(AssertionError):
-    """ratio: of the largest errors; rms: of the root mean square errors; both against the plain implementation."""
-
-    def __init__(self, name, ratio, rms):
-        super().__init__(
-            f"{name}: largest error {ratio:.3f} times, RMS error {rms:.3f} times that of plain MXFP8"
-        )
-        self.ratio, self.rms = ratio, rms
+def attentions(*tensors_and_mask, scale=None):
+    """(fp32 results, [results of each variant]) for check_rule."""
+    exact = attention(*tensors_and_mask, scale)
+    return exact, [attention(*tensors_and_mask, scale, variant) for variant in VARIANTS]
 
 
-def check_rule(got, reference, plain, dtype):
-    """The rule, for out and each gradient that is given; the allowance is the rounding of the results to their dtype."""
-    names = ("out", "dq", "dk", "dv")[: len(got)]
-    for name, x, ref, pt in zip(names, got, reference, plain, strict=True):
+class Errors(NamedTuple):
+    """Of one tensor, and the most that the plain implementations have; both without the rounding to the results' dtype."""
+
+    largest: float
+    largest_plain: float
+    rms: float
+    rms_plain: float
+
+
+def errors(x, reference, plain, dtype):
+    """Errors of x against reference. plain: results of the variants, which are rounded to dtype too, as x is."""
+    of_plain = [pt.to(dtype).float() - reference for pt in plain]
+    error = x.float() - reference
+    # What is left where nothing else errs is the rounding to dtype, which may fall on the other side: an ulp; in the RMS, a
+    # fifth of one.
+    eps = torch.finfo(dtype).eps
+    return Errors(
+        float(error.abs().max()) - 2 * eps * float(reference.abs().max()),
+        max(float(pt.abs().max()) for pt in of_plain),
+        float(error.norm()) - eps / 4 * float(reference.norm()),
+        max(float(pt.norm()) for pt in of_plain),
+    )
+
+
+def check_rule(got, exact, plain, dtype):
+    """The rule, for out and each gradient that is given. exact, plain: of attentions()."""
+    for i, x in enumerate(got):
+        name = ("out", "dq", "dk", "dv")[i]
         assert torch.isfinite(x).all(), name
-        error, bound = x.float() - ref, pt.to(dtype).float() - ref
-        allowance = 2 * float(ref.abs().max()) * torch.finfo(dtype).eps
-        largest = float(error.abs().max()) - allowance
-        if largest > 2 * float(bound.abs().max()):
-            rms = float(error.norm() / bound.norm().clamp(min=1e-30))
-            raise RuleExceeded(name, largest / max(float(bound.abs().max()), 1e-30), rms)
+        found = errors(x, exact[i], [results[i] for results in plain], dtype)
+        for kind, ours, theirs, factor in (
+            ("largest", found.largest, found.largest_plain, 2.0),
+            ("RMS", found.rms, found.rms_plain, RMS_FACTOR),
+        ):
+            assert ours <= factor * theirs, (
+                f"{name}: {kind} error {ours / max(theirs, 1e-30):.3f} times that of plain MXFP8, at most {factor}"
+            )
 
 
 def run_cases(run, cases, name):
-    """Runs all; for whole grids, of thousands of cases, in which luck shows.
-
-    Where one weight dominates a row, its product stands at a rounding boundary now and then, and the largest error of the
-    tensor is that of one rounding that went the other way in the plain implementation (measured: 1 of 400 cases, at 2.2
-    times). So at most two cases of a group may exceed the factor 2, by no more than 3, with an RMS error within 10 %.
-    """
-    failed, lucky = [], []
+    """Runs all, and names all that break the rule."""
+    failed = []
     for case in cases:
         try:
             run(case)
-        except RuleExceeded as error:
-            (lucky if error.ratio <= 3 and error.rms <= 1.1 else failed).append(
-                f"{name(case)}: {error}"
-            )
         except AssertionError as error:
             failed.append(f"{name(case)}: {error}")
-    assert not failed and len(lucky) <= 2, "\n".join(failed + lucky)
+    assert not failed, "\n".join(failed)

@@ -1,7 +1,8 @@
 """flash-attention's test grid for flash_attn_func and flash_attn_varlen_func, with the calls that its users write.
 
 Its rule: the error against attention in high precision is at most twice that of a plain PyTorch implementation of the same
-precision. Same precision means MXFP8 here: the same tensors rounded to MXFP8 blocks of 32, softmax and products in fp32.
+precision. Same precision means MXFP8 here: the same tensors rounded to MXFP8 blocks of 32, softmax and products in fp32
+(plain_mx.py has the rule).
 The batch is 1 instead of 4, since the portable path on a CPU is what runs; heads, lengths, head sizes, masks and dtypes are
 the grid's. Options that this library does not have are refused by name.
 """
@@ -10,7 +11,7 @@ import itertools
 
 import pytest
 import torch
-from plain_mx import attention, check_rule, run_cases, visible
+from plain_mx import attentions, check_rule, run_cases, visible
 
 import flash_attn_mx as famx
 from flash_attn_mx import flash_attn_func, flash_attn_varlen_func
@@ -54,9 +55,9 @@ def case_id(case):
 # ---- the grid ----------------------------------------------------------------------------------
 
 
-def grid_attention(q, k, v, dout, causal, window, rounded):
-    """attention() with flash-attention's masks."""
-    return attention(q, k, v, dout, visible(q.shape[1], k.shape[1], causal, window), rounded)
+def grid_attentions(q, k, v, dout, causal, window):
+    """attentions() with flash-attention's masks."""
+    return attentions(q, k, v, dout, visible(q.shape[1], k.shape[1], causal, window))
 
 
 def make_inputs(seqlen_q, seqlen_k, d, mha_type, dtype, local):
@@ -87,9 +88,7 @@ def run_dense(case):
     )
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), g)
     tensors = [x.detach() for x in (q, k, v, g)]
-    reference = grid_attention(*tensors, causal, window_size, rounded=False)
-    plain = grid_attention(*tensors, causal, window_size, rounded=True)
-    check_rule((out.detach(), dq, dk, dv), reference, plain, dtype)
+    check_rule((out.detach(), dq, dk, dv), *grid_attentions(*tensors, causal, window_size), dtype)
 
 
 def run_varlen(case):
@@ -123,14 +122,14 @@ def run_varlen(case):
         return_attn_probs=False,
     )
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), g)
-    both = []
-    for rounded in (False, True):
-        pieces = []
-        for part in parts:
-            tensors = [x.detach() for x in part[:4]]
-            pieces.append(grid_attention(*tensors, causal, window_size, rounded))
-        both.append([torch.cat([piece[i][0] for piece in pieces]) for i in range(4)])
-    check_rule((out.detach(), dq, dk, dv), *both, dtype)
+    pieces = []  # of each sequence: the exact results, and those of each plain implementation
+    for part in parts:
+        exact, plain = grid_attentions(*(x.detach() for x in part[:4]), causal, window_size)
+        pieces.append((exact, *plain))
+    exact, *plain = (
+        [torch.cat([results[i][0] for results in way]) for i in range(4)] for way in zip(*pieces)
+    )
+    check_rule((out.detach(), dq, dk, dv), exact, plain, dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -174,17 +173,23 @@ def test_flash_attn_varlen_output_full(seqlens, d):
     run_cases(run_varlen, group(VARLEN_GRID, seqlens, d), case_id)
 
 
-def test_grid_rule_can_fail():
-    """A causal mask that is dropped, and a softmax_scale that is off by 1.3, break the rule."""
+@pytest.mark.parametrize(
+    "options, broken",
+    [
+        ({"causal": False}, "out: largest error"),
+        ({"causal": True, "softmax_scale": 1.3 * 64**-0.5}, "out: largest error"),
+        ({"causal": True, "dout_dtype": torch.float8_e5m2}, "dq: RMS error 1.1.* at most 1.1"),
+    ],
+    ids=["mask", "scale", "a bit less"],
+)
+def test_grid_rule_can_fail(options, broken):
+    """A causal mask that is dropped, a scale that is off by 1.3, and gradients of one bit less break the rule."""
     q, k, v, g, _ = make_inputs(113, 203, 64, "mha", torch.bfloat16, False)
-    tensors = [x.detach() for x in (q, k, v, g)]
-    reference = grid_attention(*tensors, True, (-1, -1), rounded=False)
-    plain = grid_attention(*tensors, True, (-1, -1), rounded=True)
-    for options in ({"causal": False}, {"causal": True, "softmax_scale": 1.3 * 64**-0.5}):
-        out = flash_attn_func(q, k, v, **options)
-        grads = torch.autograd.grad(out, (q, k, v), g)
-        with pytest.raises(AssertionError, match="out"):
-            check_rule((out.detach(), *grads), reference, plain, torch.bfloat16)
+    both = grid_attentions(*(x.detach() for x in (q, k, v, g)), True, (-1, -1))
+    out = flash_attn_func(q, k, v, **options)
+    grads = torch.autograd.grad(out, (q, k, v), g)
+    with pytest.raises(AssertionError, match=broken):
+        check_rule((out.detach(), *grads), *both, torch.bfloat16)
 
 
 # ---- options -----------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The parameter grid of PyTorch's own attention tests (test/test_transformers.py), with the MXFP8 kernels active.
 
 Values are judged by torch's rule for its low-precision kernels: the error against attention in high precision is at most
-twice that of a plain implementation of the same precision (here MXFP8, plain_mx.py). What MXFP8 hands on must equal torch's
+twice that of a plain implementation of the same precision (here MXFP8; plain_mx.py has the rule). What MXFP8 hands on must equal torch's
 own result bit for bit. PyTorch's file itself can be run too, where it is at hand: `make test-torch`.
 
 Not rebuilt: cuDNN, memory-efficient, ROCm and xpu kernels (not ours), the philox state of dropout and debug masks (handed on),
@@ -14,7 +14,7 @@ import compare
 import pytest
 import torch
 import torch.nn.functional as F
-from plain_mx import attention, check_rule, run_cases
+from plain_mx import attentions, check_rule, run_cases
 from torch.nn.attention import SDPBackend, bias, sdpa_kernel
 
 import flash_attn_mx as famx
@@ -86,7 +86,7 @@ def run_flash(case):
     seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
     seen = seen.tril() if causal else seen
     tensors = [x.detach().transpose(1, 2) for x in (q, k, v, dout)]
-    both = (attention(*tensors, seen, rounded, factor) for rounded in (False, True))
+    both = attentions(*tensors, seen, scale=factor)
     check_rule([x.detach().transpose(1, 2) for x in got], *both, dtype)
 
 
@@ -139,10 +139,7 @@ def run_packed(dtype, batch, seqlen, nheads, head_dim, causal, train):
     tensors = [t.detach().transpose(1, 2) for t in split(x)]
     dout = torch.ones_like(tensors[0])
     got = [out.detach().transpose(1, 2), *(t.transpose(1, 2) for t in split(grad))]
-    both = [attention(*tensors, dout, seen, rounded) for rounded in (False, True)]
-    if not train:
-        got, both = got[:1], [results[:1] for results in both]
-    check_rule(got, *both, dtype)
+    check_rule(got if train else got[:1], *attentions(*tensors, dout, seen), dtype)
 
 
 @pytest.mark.parametrize("case", [c for c in PACKED if c[1:3] == (2, 267)][::5], ids=str)
@@ -221,7 +218,7 @@ def test_c12_causal_bias_variants(variant, seqlens):
     with famx.sdpa.enabled():
         got = F.scaled_dot_product_attention(q, k, v, attn_mask=variant(*seqlens))
     tensors = [x.transpose(1, 2) for x in (q, k, v)]
-    both = [attention(*tensors, torch.zeros_like(tensors[0]), mask, r)[:1] for r in (False, True)]
+    both = attentions(*tensors, torch.zeros_like(tensors[0]), mask)
     check_rule([got.transpose(1, 2).nan_to_num(0.0)], *both, F32)
 
 
