@@ -5,11 +5,13 @@ The mutations below break one thing at a time and ask for another cell in every 
 """
 
 import dataclasses
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import varlen
 
 import flash_attn_mx as famx
 from flash_attn_mx import interface, ops, portable, sm100, support
@@ -54,8 +56,16 @@ def test_readme_support_matrix_is_generated_from_code():
 
 
 def test_c49_drop_in_matrix_is_generated_from_code():
-    """C42, C49: each cell of the drop-ins is the outcome of a call, forward and backward."""
-    assert shown("docs/integrations.md", "drop-ins") == support.drop_ins()
+    """C42, C49: each cell of the drop-ins is the outcome of a call, forward and backward.
+
+    Older torch's varlen_attn lacks arguments, which is its own TypeError; the other cells are the same.
+    """
+    known = inspect.signature(varlen.varlen_attn).parameters
+    expected, rows = shown("docs/integrations.md", "drop-ins").splitlines(), support.DROP_INS
+    for i, row in enumerate(rows, start=2):
+        if set(row.varlen or ()) - set(known):
+            expected[i] = f"{expected[i].rsplit('|', 2)[0]}| no (TypeError) |"
+    assert expected == support.drop_ins().splitlines()
 
 
 def test_c42_transformers_matrix_is_generated_from_code():
@@ -175,6 +185,10 @@ def test_every_option_of_a_drop_in_that_is_lost_is_seen(kind):
     for name, row in DROP_INS.items():
         options = getattr(row, kind)
         if not options or "enable_gqa" in options:  # torch refuses unequal heads without it
+            continue
+        if kind == "varlen" and set(options) - set(
+            inspect.signature(varlen.varlen_attn).parameters
+        ):
             continue
 
         def lossy(*tensors, **given):

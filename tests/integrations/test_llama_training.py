@@ -1,15 +1,19 @@
 """An unmodified 4-layer Llama trains 50 steps and generates 32 tokens in every way of calling MXFP8 attention.
 
 The direct call of flash_attn_func is what the others are held against: attn_implementation="flash_attn_mx", and torch's
-attention with famx.sdpa.activate(); eager, and under torch.compile.
+attention with famx.sdpa.activate(); eager, and under torch.compile. "Equal within bf16" means:
 
-Training must be well conditioned for that: inductor rounds fp32 in another order, MXFP8 turns a last bit of fp32 into a
-step of 2^-4 now and then, and a large learning rate amplifies it until two correct runs are different models. LR
-is small enough that it stays below LOSS (docs/integrations.md has the figures). No word has a letter twice, so that each
-letter decides the next one.
+* the gradients of the first step, of every parameter, in the norm: half an ulp of bf16;
+* the loss of every step, as long as the order of fp32 operations is the direct call's (eager and aot_eager): half an ulp;
+* under inductor, which has an order of its own, the losses of the first steps. MXFP8 turns a last bit of fp32 into a step
+  of 2^-4 now and then, training amplifies it, and two correct runs part (docs/integrations.md has the figures). After
+  that the model must be as good as the direct call's: the mean loss of the last ten steps, and the tokens.
+
+LR is small enough that runs do not part in 50 steps. No word has a letter twice, so that each letter decides the next one.
 """
 
 import contextlib
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,9 +24,9 @@ import flash_attn_mx as famx  # noqa: E402
 from flash_attn_mx.integrations import transformers as ours  # noqa: E402
 
 STEPS, NEW, LENGTH, PERIOD, LR = 50, 32, 48, 6, 7e-4
-# Losses of the same arithmetic in another order of fp32 operations, as training goes on: bf16's half ulp; its ulp where
-# inductor orders them, as weights that are one fp32 rounding away give up to 0.006 in eager (at 1e-3).
-LOSS, LOSS_INDUCTOR = 2.0**-8, 2.0**-7
+HALF_ULP = 2.0**-8  # of bf16, relative
+FIRST = 10  # steps before which inductor's order of fp32 operations is not amplified yet
+AS_GOOD = 0.01  # mean loss of the last ten steps; weights one fp32 rounding away give up to 0.006 in single steps (at 1e-3)
 
 
 def direct(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
@@ -52,8 +56,16 @@ def training_step(implementation, run, ids):
     return run(input_ids=ids, labels=ids, use_cache=implementation == "sdpa").loss
 
 
+class Run(NamedTuple):
+    """gradients: of the first step, by parameter."""
+
+    losses: torch.Tensor
+    gradients: dict
+    tokens: torch.Tensor
+
+
 def train_and_generate(implementation, compile_backend=None):
-    """(losses, generated tokens)"""
+    """The Run of one way of calling attention."""
     model = llama(implementation)
     run = model if compile_backend is None else torch.compile(model, backend=compile_backend)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
@@ -62,6 +74,8 @@ def train_and_generate(implementation, compile_backend=None):
         optimizer.zero_grad()
         loss = training_step(implementation, run, ids)
         loss.backward()
+        if not losses:
+            gradients = {name: x.grad.clone() for name, x in model.named_parameters()}
         optimizer.step()
         losses.append(float(loss.detach()))
     prompt = next(batches())[:1, : 3 * PERIOD]
@@ -71,7 +85,8 @@ def train_and_generate(implementation, compile_backend=None):
         torch._dynamo.reset()
         model.forward = torch.compile(model.forward, backend=compile_backend)
         options["cache_implementation"] = "static"
-    return torch.tensor(losses), model.generate(prompt, **options)[0, prompt.shape[1] :]
+    tokens = model.generate(prompt, **options)[0, prompt.shape[1] :]
+    return Run(torch.tensor(losses), gradients, tokens)
 
 
 @pytest.fixture(scope="module")
@@ -84,24 +99,30 @@ def reference():
     famx.set_fallback("warn")
 
 
-def check(reference, losses, tokens, tolerance=LOSS):
+def check(reference, run, same_order=True):
+    """The module's docstring. same_order: of fp32 operations."""
+    for name, expected in reference.gradients.items():
+        assert expected.norm() > 0, name
+        assert (run.gradients[name] - expected).norm() < HALF_ULP * expected.norm(), name
+    apart = (run.losses / reference.losses - 1).abs()
+    assert float(apart[: STEPS if same_order else FIRST].max()) < HALF_ULP
+    assert float((run.losses[-10:].mean() / reference.losses[-10:].mean() - 1).abs()) < AS_GOOD
+    assert run.losses[-1] < 0.75 * run.losses[0]
     word = next(batches())[0, :PERIOD]
-    assert tokens.tolist() == word.repeat(NEW)[:NEW].tolist() == reference[1].tolist()
-    assert float((losses / reference[0] - 1).abs().max()) < tolerance
-    assert losses[-1] < 0.75 * losses[0]
+    assert run.tokens.tolist() == word.repeat(NEW)[:NEW].tolist() == reference.tokens.tolist()
 
 
 @pytest.mark.slow
 def test_attn_implementation_equals_the_direct_call_bit_for_bit(reference):
-    losses, tokens = train_and_generate(ours.NAME)
-    assert losses.tolist() == reference[0].tolist()
-    check(reference, losses, tokens)
+    run = train_and_generate(ours.NAME)
+    assert run.losses.tolist() == reference.losses.tolist()
+    check(reference, run)
 
 
 @pytest.mark.slow
 def test_sdpa_backend_equals_the_direct_call(reference):
     with famx.sdpa.enabled():
-        check(reference, *train_and_generate("sdpa"))
+        check(reference, train_and_generate("sdpa"))
 
 
 @pytest.mark.slow
@@ -111,22 +132,5 @@ def test_compiled_equals_the_direct_call(reference, implementation, backend):
     """Training, and decoding with a static cache."""
     torch._dynamo.reset()
     with famx.sdpa.enabled() if implementation == "sdpa" else contextlib.nullcontext():
-        tolerance = LOSS_INDUCTOR if backend == "inductor" else LOSS
-        check(reference, *train_and_generate(implementation, backend), tolerance)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("implementation", [ours.NAME, "sdpa"])
-def test_inductor_gives_the_gradients_of_eager(reference, implementation):
-    """One step from the same weights, where nothing is amplified yet."""
-    torch._dynamo.reset()
-    ids, gradients = next(batches()), []
-    with famx.sdpa.enabled() if implementation == "sdpa" else contextlib.nullcontext():
-        for compiled in (False, True):
-            model = llama(implementation)
-            run = torch.compile(model, backend="inductor") if compiled else model
-            training_step(implementation, run, ids).backward()
-            gradients.append({name: x.grad for name, x in model.named_parameters()})
-    for name, expected in gradients[0].items():
-        assert expected.norm() > 0, name
-        assert (gradients[1][name] - expected).norm() < 2.0**-8 * expected.norm(), name
+        run = train_and_generate(implementation, backend)
+    check(reference, run, same_order=backend != "inductor")

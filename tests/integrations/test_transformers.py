@@ -1,5 +1,6 @@
 """attn_implementation="flash_attn_mx": every architecture family, every form of mask, every option."""
 
+import inspect
 import sys
 
 import pytest
@@ -173,6 +174,11 @@ def test_c44_padding_tokens_change_no_bit(left, right):
     assert_equal_bits(after[marks.bool()], before[marks.bool()])
 
 
+# transformers renamed the argument after 5.20.
+_FORWARD = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
+CACHE = "cache" if "cache" in _FORWARD else "past_key_values"
+
+
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "gpt2"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("left", [0, 3])
@@ -192,7 +198,7 @@ def test_c44_decoding_with_a_cache_sees_all_past_keys(name, cache, left):
                 ids[:, begin:end],
                 attention_mask=marks[:, :end] if left else None,
                 position_ids=positions[:, begin:end],
-                cache=kept,
+                **{CACHE: kept},
             ).logits
             real = marks[:, begin:end].bool()
             # K and V are quantised per 32 tokens of what there is: one step's blocks are shorter than the whole's.
@@ -519,7 +525,11 @@ def test_gradient_checkpointing_changes_no_bit():
         model, ids = build("Llama", **GQA).train(), tokens()
         model.set_attn_implementation(OURS)
         if checkpointing:
-            model.activation_checkpointing_enable()
+            names = (
+                "activation_checkpointing_enable",
+                "gradient_checkpointing_enable",
+            )  # 5.24, 5.20
+            next(getattr(model, name) for name in names if hasattr(model, name))()
         with Operators() as operators:
             model(ids, attention_mask=padding(40, left=5), labels=ids).loss.backward()
         assert len(operators.forwards()) == (4 if checkpointing else 2)
