@@ -145,9 +145,9 @@ py::str to_text(const std::string& s) {
 // (kind, cluster, CTA, warp, reason or agent, line, opcode, begin, end, key, wanted, bytes)
 py::list trace_rows(const RunResult& r) {
   static const char* const kind[] = {"wait", "issue", "async"};
-  static const char* const why[] = {"",       "mbarrier",   "named barrier",  "cluster barrier",
-                                    "lanes",  "bulk group", "cp.async group", "tensor memory",
-                                    "asleep", "registers"};
+  static const char* const why[] = {"",         "mbarrier",   "named barrier",  "cluster barrier",
+                                    "lanes",    "bulk group", "cp.async group", "tensor memory",
+                                    "peer CTA", "asleep",     "registers"};
   static const char* const agent[] = {"tcgen05", "copy", "cp.async", "tcgen05.st"};
   py::list rows;
   for (auto& e : r.trace)

@@ -18,6 +18,7 @@ bool converge(Exec& x, uint32_t members) {
 namespace {
 void finish(NamedBarrier& b) {
   ++b.gen;
+  b.whole = 0;
   b.done = std::move(b.acc);
   b.acc.clear();
 }
@@ -389,6 +390,18 @@ void do_barrier(Exec& x, const Instr& in, uint32_t mask) {
                   "named barrier " + std::to_string(id) + ": arrival for " + std::to_string(want) +
                       " threads while others wait for " + std::to_string(b.expected),
                   l);
+    // An arrival and a wait of one warp may both count: FlashAttention-4's backward ends a store so.
+    if (!waits && mask == x.w->live) {
+      const uint32_t bit = 1u << x.w->id;
+      if (x.m->opt.checks.lap && (b.whole & bit))
+        throw Fault("lap",
+                    "warp " + std::to_string(x.w->id) + " arrives a second time at named barrier " +
+                        std::to_string(id) +
+                        " before its phase has ended: " + std::to_string(b.arrived) + " of " +
+                        std::to_string(want) + " threads had arrived",
+                    l);
+      b.whole |= bit;
+    }
     if (!b.arrived) b.red_and = 1, b.red_or = 0, b.red_pop = 0;
     if (x.cl->race) x.cl->race->release(*x.w, b.acc);
     b.expected = (uint32_t)want;

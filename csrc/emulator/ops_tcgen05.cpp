@@ -39,8 +39,22 @@ uint32_t group(Exec& x, uint32_t n, Cta** out) {
   return 2;
 }
 
+// With cta_group::2 a warp of each CTA of the pair allocates, frees or relinquishes, and both do so
+// together: the first waits for the other.
+void meet(Exec& x, uint32_t n, Tmem::Step s) {
+  if (n == 1) return;
+  Cta* pair[2];
+  group(x, n, pair);
+  const Cta& peer = *pair[~x.cta->rank & 1];
+  if (!x.g->arrived) x.g->arrived = true, x.g->want = ++x.cta->tmem.steps[s], ++x.cl->events;
+  const uint64_t& theirs = peer.tmem.steps[s];
+  if (theirs < x.g->want) return x.block(Why::TmemPair, peer.rank, x.g->want, &theirs);
+  x.g->arrived = false;
+}
+
 void do_alloc(Exec& x, const Instr& in, uint32_t mask) {
   if (!converge(x, kFull)) return;
+  if (x.g->arrived) return meet(x, in.aux[0], Tmem::Alloc);
   int l = first_lane(mask);
   uint32_t n = (uint32_t)src_lane(x, in.op[1], l);
   Tmem& t = x.cta->tmem;
@@ -55,10 +69,12 @@ void do_alloc(Exec& x, const Instr& in, uint32_t mask) {
   uint32_t v = (uint32_t)c;
   std::memcpy(r.p, &v, 4);
   ++x.cl->events;
+  meet(x, in.aux[0], Tmem::Alloc);
 }
 
 void do_dealloc(Exec& x, const Instr& in, uint32_t mask) {
   if (!converge(x, kFull)) return;
+  if (x.g->arrived) return meet(x, in.aux[0], Tmem::Dealloc);
   uint32_t a = (uint32_t)src_lane(x, in.op[0], first_lane(mask)) & kTmemAddrMask,
            n = (uint32_t)src_lane(x, in.op[1], first_lane(mask));
   if (!x.cta->tmem.dealloc(a & 511, n))
@@ -66,10 +82,13 @@ void do_dealloc(Exec& x, const Instr& in, uint32_t mask) {
                             std::to_string(n) + ": no such allocation");
   note_tmem(x, *x.cta, a & 511, n, kAllHalves, Agent::Generic, true);
   ++x.cl->events;
+  meet(x, in.aux[0], Tmem::Dealloc);
 }
 
-void do_relinquish(Exec& x, const Instr&, uint32_t) {
-  if (converge(x, kFull)) x.cta->tmem.relinquished = true;
+void do_relinquish(Exec& x, const Instr& in, uint32_t) {
+  if (!converge(x, kFull)) return;
+  x.cta->tmem.relinquished = true;
+  meet(x, in.aux[0], Tmem::Relinquish);
 }
 
 // Where register j of thread t lives: lane offset and column offset. One row of the table in
@@ -465,13 +484,18 @@ ExecFn ldst(Decode& d, bool ld) {
 
 ExecFn tc_alloc(Decode& d) {
   d.want(2, 2), d.mem(0), d.data(1);
+  d.in.aux[0] = cta_group(d);
   return &do_alloc;
 }
 ExecFn tc_dealloc(Decode& d) {
   d.want(2, 2), d.values(0, 2);
+  d.in.aux[0] = cta_group(d);
   return &do_dealloc;
 }
-ExecFn tc_relinquish(Decode&) { return &do_relinquish; }
+ExecFn tc_relinquish(Decode& d) {
+  d.in.aux[0] = cta_group(d);
+  return &do_relinquish;
+}
 ExecFn tc_ld(Decode& d) { return ldst(d, true); }
 ExecFn tc_st(Decode& d) { return ldst(d, false); }
 ExecFn tc_wait(Decode& d) {

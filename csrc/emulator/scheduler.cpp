@@ -638,6 +638,9 @@ std::string Runner::blocked() {
           case Why::TmemAlloc:
             s += std::to_string(g.key) + " columns of tensor memory";
             break;
+          case Why::TmemPair:
+            s += "the same of a warp of CTA " + std::to_string(g.key);
+            break;
           default:
             s += "sleeping";
             break;

@@ -93,6 +93,7 @@ enum class Why : uint8_t {
   BulkGroup,
   CpAsync,
   TmemAlloc,
+  TmemPair,
   Yield,
   Registers
 };
@@ -191,6 +192,7 @@ struct Warp {
 struct NamedBarrier {
   uint64_t gen = 0;
   uint32_t arrived = 0, expected = 0;
+  uint32_t whole = 0;  // warps of which all lanes have arrived, bit per warp
   uint32_t red_and = 1, red_or = 0, red_pop = 0;  // barrier.red of the running and last generation
   uint32_t out_and = 0, out_or = 0, out_pop = 0;
   Known acc, done;  // of those who arrived, and of the last generation

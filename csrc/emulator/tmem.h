@@ -28,6 +28,8 @@ class Tmem {
   bool allocated(uint32_t c, uint32_t n) const;
   std::string leaks() const;  // empty if everything was freed
   bool relinquished = false;
+  enum Step : uint8_t { Alloc, Dealloc, Relinquish };
+  uint64_t steps[3] = {};  // with cta_group::2: how often a warp of this CTA has come to each
   uint32_t last_alloc = kTmemCols;
 
  private:

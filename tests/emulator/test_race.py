@@ -241,6 +241,15 @@ def test_lap():
     check(None, ends + ARRIVE, wait("bar", 0, "V"), checks=("race",))
 
 
+def test_lap_of_a_named_barrier():
+    """Warp 0's second arrival ends the phase in place of a third warp's first."""
+    check("lap", "bar.arrive 1, 96; bar.arrive 1, 96;\n", "bar.sync 1, 96;\n")
+    check(None, "bar.arrive 1, 96; bar.arrive 1, 96;\n", "bar.sync 1, 96;\n", checks=("race",))
+    check(None, "bar.arrive 1, 96; bar.sync 1, 96;\n", "bar.sync 1, 96;\n")
+    once = "bar.arrive 1, 64;\n"
+    check(None, once + SYNC + once, "bar.sync 1, 64;\n" + SYNC + "bar.sync 1, 64;\n")
+
+
 def test_exited_cta():
     """CTA 1 arrives on a barrier of CTA 0, which does not wait for it."""
     start = "mov.u32 r0, %cluster_ctarank; setp.eq.u32 p, r0, 0; barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;\n"

@@ -6,7 +6,7 @@ M = 256: CTA c has rows 128 c.. of A and half of B's rows; D's rows lie as A's. 
 import numpy as np
 import pytest
 import torch
-from emulator.harness import launch
+from emulator.harness import kernel, launch
 from emulator.test_fp4 import pack
 from emulator.test_tcgen05 import MMA, atom
 
@@ -94,3 +94,30 @@ def test_mma_of_a_pair(name, collector, order):
     d = torch.zeros(256, N)
     launch(text, [ma, mb, d, blob], grid=2, cluster=2, block=128, smem_bytes=65536 + 64, order=order)  # fmt: skip
     assert np.array_equal(d.double().numpy(), a @ b.T)
+
+
+DECLS = ".shared .align 8 .b32 at; .reg .b32 %s, %c, %n, %tm; .reg .b64 %t; .reg .pred %p, %q;"
+ALLOC = "tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%s], 32; ld.shared.b32 %tm, [%s];"
+FREE = "tcgen05.dealloc.cta_group::2.sync.aligned.b32 %tm, 32;"
+GIVE = "tcgen05.relinquish_alloc_permit.cta_group::2.sync.aligned;"
+LATE = "@!%q bra GO; L: add.u32 %n, %n, 1; setp.lt.u32 %p, %n, 3000; @%p bra L; GO:"  # CTA 1
+
+
+@pytest.mark.parametrize("before,step,after", [("", ALLOC, GIVE + FREE), (ALLOC, GIVE, FREE), (ALLOC + GIVE, FREE, "")])  # fmt: skip
+def test_a_pair_allocates_and_frees_together(before, step, after):
+    """CTA 0 may not go on before CTA 1, which is late, has come to the same instruction."""
+    body = f"""mov.u32 %s, at; mov.u32 %c, %cluster_ctarank; setp.eq.u32 %q, %c, 1; mov.u32 %n, 0;
+    {before} {LATE}
+    mov.u64 %t, %clock64; @%q st.global.u64 [%p0+8], %t;
+    {step}
+    mov.u64 %t, %clock64; @!%q st.global.u64 [%p0], %t;
+    {after}"""
+    times = np.zeros(2, np.uint64)
+    launch(kernel(body, 1, DECLS), [times], grid=2, cluster=2)
+    assert times[0] > times[1] > 3000
+
+
+def test_half_a_pair_allocates():
+    body = f"mov.u32 %s, at; mov.u32 %c, %cluster_ctarank; setp.eq.u32 %q, %c, 1; @%q bra X; {ALLOC} X:"
+    with pytest.raises(emulator.EmulatorError, match=r"\[deadlock\](?s:.*)CTA 0 .*tcgen05.alloc.*the same of a warp of CTA 1"):  # fmt: skip
+        launch(kernel(body, 0, DECLS), [], grid=2, cluster=2)
