@@ -484,6 +484,8 @@ bool Runner::going_round() {
   bool all = since > 0;
   for (Warp* w : order_) {
     if (!w->live) continue;
+    if (std::chrono::steady_clock::now() > m_.deadline)
+      return false;  // a million registers take long
     const uint64_t now = state(*w);
     if (!since)
       w->stuck_state = now, w->came_back = false;

@@ -212,6 +212,17 @@ def test_a_warp_that_spins_is_no_deadlock(spin):
         launch(kernel(BARS + body, 0, WAIT), [], block=64, timeout=0.5)
 
 
+def test_time_limit_while_a_deadlock_is_proved():
+    """To compare a gigabyte of registers takes longer than the limit."""
+    body = "W: mbarrier.try_wait.parity.shared.b64 %q, [%a], 0; @!%q bra W;"
+    start = time.perf_counter()
+    with pytest.raises(emulator.EmulatorError, match=r"\[timeout\]"):
+        launch(
+            kernel(BARS + body, 0, WAIT + ".reg .b128 %big<250000>;"), [], block=256, timeout=0.3
+        )
+    assert time.perf_counter() - start < 3
+
+
 COPY = """.shared .align 128 .b8 buf[1024];
 .reg .b32 %s; .reg .pred %q;"""
 
