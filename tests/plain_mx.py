@@ -5,7 +5,8 @@ precision. MXFP8's errors are few and large: where one weight dominates a row, t
 that stood at a rounding boundary, and an implementation that multiplies it by something else before it is rounded errs by
 half as much, or twice. So "a plain implementation" is three of them here, which differ in what the contract of the format
 leaves open (VARIANTS), and the largest error is that of the worst one. The root mean square error, which hardly
-knows luck, is held against theirs besides, without a factor of two.
+knows luck, is held against theirs besides, without a factor of two. Some luck is left in it where rows are few, since the
+values of a row share their errors: over n of them it fluctuates by 1 / sqrt(2 n), and the ratio of two by 1 / sqrt(n).
 """
 
 import math
@@ -15,8 +16,14 @@ import torch
 import torch.nn.functional as F
 
 TILE = 128  # keys
-# Of the worst plain implementation. Gradients of dO in E5M2 instead of E4M3 give 1.16 (test_grid_rule_can_fail).
-RMS_FACTOR = 1.1
+
+
+def rms_factor(x):
+    """How much larger than the worst plain implementation's the RMS error of x (B, S, H, D) may be.
+
+    dO in E5M2 instead of E4M3 gives 1.15, with 678 rows (test_grid_rule_can_fail); one query in six heads gave 1.14.
+    """
+    return 1.1 + (x.numel() // x.shape[-1]) ** -0.5
 
 
 def visible(seqlen_q, seqlen_k, causal, window):
@@ -145,10 +152,10 @@ def check_rule(got, exact, plain, dtype):
         found = errors(x, exact[i], [results[i] for results in plain], dtype)
         for kind, ours, theirs, factor in (
             ("largest", found.largest, found.largest_plain, 2.0),
-            ("RMS", found.rms, found.rms_plain, RMS_FACTOR),
+            ("RMS", found.rms, found.rms_plain, rms_factor(x)),
         ):
             assert ours <= factor * theirs, (
-                f"{name}: {kind} error {ours / max(theirs, 1e-30):.3f} times that of plain MXFP8, at most {factor}"
+                f"{name}: {kind} error {ours / max(theirs, 1e-30):.3f} times that of plain MXFP8, at most {factor:.3f}"
             )
 
 

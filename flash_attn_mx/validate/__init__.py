@@ -125,21 +125,12 @@ class Result:
 def measure(subject, progress, steps_of_tuning: int, limits) -> Result:
     """All steps after loading."""
     import flash_attn_mx as famx
-    from flash_attn_mx.validate import recommend, steps, subjects
+    from flash_attn_mx.validate import recommend, steps
 
     figures = steps.Figures({}, {}, {}, {}, {}, {})
-    with torch.no_grad():
-        loss = subject.loss(subject.held_out[:2]).item()
-    if not math.isfinite(loss):
-        raise subjects.Unsuitable(
-            f"{subject.name}: expected a model with a finite loss in fp32, got {loss}"
-        )
+    _check_baseline(subject)
     progress.begin("layers")
-    calls = steps.capture(subject)
-    if not calls:
-        raise subjects.Unsuitable(
-            f"{subject.name}: expected a model whose attention transformers dispatches, got no attention call"
-        )
+    calls = _measurable(steps.capture(subject), subject, figures)
     for i, (name, call) in enumerate(calls.items()):
         progress.update(0.7 * i / len(calls), f"{name} by itself")
         figures.layers[name] = steps.layer_figures(call)
@@ -183,6 +174,51 @@ def measure(subject, progress, steps_of_tuning: int, limits) -> Result:
     progress.end()
     verdicts, headline = judge(figures, findings, policy, limits)
     return Result(figures, findings, policy, verdicts, headline)
+
+
+def _check_baseline(subject) -> None:
+    """Raises Unsuitable unless the model runs in fp32 on token ids alone, with a finite loss."""
+    from flash_attn_mx.validate import subjects
+
+    try:
+        with torch.no_grad():
+            loss = subject.loss(subject.held_out[:2]).item()
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise subjects.Unsuitable(
+            f"{subject.name}: expected a decoder or an encoder that runs on token ids alone, got "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not math.isfinite(loss):
+        raise subjects.Unsuitable(
+            f"{subject.name}: expected a model with a finite loss in fp32, got {loss}"
+        )
+
+
+def _measurable(calls: dict, subject, figures) -> dict:
+    """The calls of the layers that MXFP8 serves; notes on the others."""
+    from flash_attn_mx.validate import steps, subjects
+
+    if not calls:
+        raise subjects.Unsuitable(
+            f"{subject.name}: expected a model whose attention transformers dispatches, got no attention call"
+        )
+    ran, reasons = steps.served(subject)
+    why = "; ".join(reasons)
+    if not ran["inference"]:
+        raise subjects.Unsuitable(
+            f"{subject.name}: MXFP8 serves none of its {len(calls)} attention layers, they stay in high precision: {why}"
+        )
+    if len(ran["inference"]) < len(calls):
+        figures.notes.append(
+            f"MXFP8 serves {len(ran['inference'])} of {len(calls)} attention layers; the others run in high precision and are "
+            f"not in the tables: {why}."
+        )
+    elif len(ran["training"]) < len(calls):
+        figures.notes.append(
+            f"In training mode MXFP8 serves {len(ran['training'])} of {len(calls)} attention layers: {why}. Set the attention "
+            "dropout of the model's config to 0 for training. All figures here are without dropout."
+        )
+    return {name: call for name, call in calls.items() if name in ran["inference"]}
 
 
 def judge(figures, findings, policy, limits):
@@ -274,7 +310,7 @@ def summary(result: Result, files: list[pathlib.Path]) -> str:
 
     head, rows = page.output_table(result.figures)
     widths = [max(len(str(row[i])) for row in [head, *rows]) for i in range(len(head))]
-    lines = ["", result.headline[1], result.headline[2], ""]
+    lines = ["", *result.headline[1:], *result.figures.notes, ""]
     lines += [
         "  ".join(
             str(c).rjust(w) if i else str(c).ljust(w) for i, (c, w) in enumerate(zip(row, widths))

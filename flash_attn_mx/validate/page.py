@@ -29,7 +29,7 @@ h1 { font-size: 1.7rem; margin-bottom: 0.2rem; } h2 { font-size: 1.25rem; margin
 .verdict { border-left: 0.5rem solid; padding: 0.8rem 1.2rem; margin: 1.2rem 0; background: #f6f6f6; }
 .verdict strong { font-size: 1.25rem; } .good { border-color: #009E73; } .partly { border-color: #E69F00; } .bad { border-color: #D55E00; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 0.92rem; margin: 0.8rem 0; }
-th, td { padding: 0.25rem 0.8rem; border-bottom: 1px solid #e5e5e5; text-align: right; white-space: nowrap; } th:first-child, td:first-child { text-align: left; }
+th, td { padding: 0.25rem 0.6rem; vertical-align: bottom; border-bottom: 1px solid #e5e5e5; text-align: right; } td { white-space: nowrap; } th:first-child, td:first-child { text-align: left; }
 .prose td { white-space: normal; text-align: left; } tr.found td { background: #fdf0e6; font-weight: 600; } .pass { color: #00704f; } .fail { color: #b84300; font-weight: 600; }
 img { max-width: 100%; height: auto; } pre { background: #f6f6f6; padding: 0.8rem; overflow-x: auto; font-size: 0.88rem; } dt { font-weight: 600; } dd { margin: 0 0 0.5rem 1.2rem; }
 """  # fmt: skip
@@ -161,6 +161,7 @@ def plot_training(figures: Figures) -> bytes:
         )
     loss.set(title="Fine-tuning from the same weights, same batches", xlabel="step", ylabel="loss")
     loss.legend()
+    loss.xaxis.get_major_locator().set_params(integer=True)
     for lane, (name, blocks) in enumerate(figures.gradients.items()):
         names = [n for n in blocks if n != "all parameters"]
         colour = {"bf16": report.GREY}.get(name) or LINES[name][0]
@@ -175,7 +176,8 @@ def plot_training(figures: Figures) -> bytes:
         xscale="log",
         xlabel="1 - cosine to the fp32 gradient",
     )
-    cosine.legend()
+    # Outside, since its marks look like data.
+    cosine.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=len(figures.gradients))
     return _png(figure)
 
 
@@ -225,9 +227,9 @@ def output_table(figures: Figures) -> tuple[list[str], list[list[str]]]:
 def _layer_table(figures: Figures, findings: list[Finding]) -> str:
     head = [
         "layer",
-        *(f"{t}, %" for t in GRADS),
+        *(f"{t}\u00a0%" for t in GRADS),
         "outliers Q / K / V / dO",
-        "turned into 0, worst head",
+        "turned into 0",
         "scales 2^",
         "largest |logit|",
         "P / dS flushed",
@@ -271,6 +273,8 @@ GLOSSARY = {
     "bf16": "the yardstick: attention on operands rounded to bf16, the usual choice in practice.",
     "KL divergence": "how much information, in nats per token, the changed next-token distribution loses. 0 is no change.",
     "Outliers": "largest value over root mean square, in the worst head.",
+    "Turned into 0": "share of the nonzero values of Q, K, V or dO that rounding turns into 0, in the worst head.",
+    "Scales": "exponents of the power-of-two block scales, smallest to largest.",
     "P / dS flushed": "share of the softmax weights' mass, and of dS's values, that rounding turned into 0 while the whole model ran "
     "in MXFP8 (famx.monitor, on a sample).",
     "High precision": "the layer's attention is computed by torch's SDPA on the unrounded operands.",
@@ -289,6 +293,7 @@ def page(title: str, headline: tuple[str, str, str], facts: list[str], figures: 
         f"<h1>MXFP8 attention in {escape(title)}</h1>",
         *(f"<p class=origin>{escape(fact)}</p>" for fact in facts),
         f"<div class='verdict {kind}'><strong>{escape(word)}</strong><br>{escape(meaning)}</div>",
+        *(f"<p>{escape(note)}</p>" for note in figures.notes),
         "<h2>Checks</h2>",
         "<div class=wide><table><tr><th>check</th><th>value</th><th>limit</th><th></th></tr>",
     ]

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import math
 import statistics
+import warnings
 from collections.abc import Callable
 from typing import Optional
 
@@ -17,7 +18,7 @@ from flash_attn_mx.demo.accuracy import GRADS
 from flash_attn_mx.demo.capture import Call, Recorder
 from flash_attn_mx.demo.training import tally
 from flash_attn_mx.quantize import dequantize, quantize_mxfp8
-from flash_attn_mx.validate.subjects import BF16, FP32, MXFP8, Subject
+from flash_attn_mx.validate.subjects import BF16, FP32, MXFP8, Subject, Unsuitable
 
 Tensor = torch.Tensor
 Tell = Callable[[float, str], None]
@@ -86,6 +87,32 @@ def alone(subject: Subject, names: list[str], tell: Tell) -> dict[str, float]:
         with subject.attention(MXFP8, famx.Policy(layers=others)):
             damage[name] = _compare(subject, wanted, subject.output(ids).float(), ids)["damage"]
     return damage
+
+
+def served(subject: Subject) -> tuple[dict[str, list[str]], list[str]]:
+    """(layers that MXFP8 computes in "inference" and in "training", why not the others).
+
+    What MXFP8 does not take (softcap, sinks, relative positions, dropout in training) runs in high precision, and says
+    nothing about MXFP8. Raises: Unsuitable, where flash_attn_mx refuses the model.
+    """
+    ran, notices = {}, {}
+    for mode in ("inference", "training"):
+        subject.model.train(mode == "training")
+        try:
+            with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+                warnings.simplefilter("always")
+                with subject.attention(MXFP8, fallback="warn"), famx.monitor(subject.model) as seen:
+                    subject.output(subject.held_out[:1])
+        except (NotImplementedError, ValueError) as error:
+            raise Unsuitable(f"{subject.name}: flash_attn_mx refuses it: {error}") from error
+        finally:
+            subject.model.eval()
+        ran[mode] = list(seen.as_dict()["layers"])
+        texts = (str(w.message) for w in caught if issubclass(w.category, famx.FallbackWarning))
+        for text in texts:
+            if "high_precision path: " in text:
+                notices[text.split("path: ")[1].split(". flash_attn_mx.explain")[0]] = None
+    return ran, list(notices)
 
 
 # --- single layers --------------------------------------------------------------------------------------------
@@ -299,3 +326,4 @@ class Figures:
     gradients: dict
     fine_tune: dict
     seen: dict[str, dict]
+    notes: list[str] = dataclasses.field(default_factory=list)

@@ -56,22 +56,24 @@ class Subject:
         return {name: call.index for name, call in recorder.calls.items()}
 
     @contextlib.contextmanager
-    def attention(self, scheme: str, policy: Optional[famx.Policy] = None):
+    def attention(
+        self, scheme: str, policy: Optional[famx.Policy] = None, fallback: str = "silent"
+    ):
         """Inside, every layer attends in fp32, on operands rounded to bf16, or through attn_implementation="flash_attn_mx"."""
         if scheme == BF16:
             with Recorder(self.model, keep=False, edit=_to_bf16):
                 yield
             return
-        before, fallback = famx.get_policy(), famx.dispatch.get_fallback()
+        before, told = famx.get_policy(), famx.dispatch.get_fallback()
         self.model.set_attn_implementation("sdpa" if scheme == FP32 else "flash_attn_mx")
-        famx.set_fallback("silent")
+        famx.set_fallback(fallback)
         famx.set_policy(layers=policy.layers if policy else ())
         try:
             yield
         finally:
             self.model.set_attn_implementation("sdpa")
             famx.set_policy(before.min_seqlen_k, before.max_outlier, before.layers)
-            famx.set_fallback(fallback)
+            famx.set_fallback(told)
 
 
 def _to_bf16(name, *tensors):
@@ -132,6 +134,13 @@ def demo_gpt(
         "small Llama from config", LlamaForCausalLM(config), "causal", *_split(pieces, samples, "of bytes"), 1e-3,
         f"built from its config; {steps} steps of training in fp32 on Python's help text",
     )  # fmt: skip
+    train_briefly(subject, steps, on_step)
+    register(subject.model)
+    return subject
+
+
+def train_briefly(subject: Subject, steps: int, on_step: Callable[[int, int], None]) -> None:
+    """So that a fresh model attends to something: fp32, batches of 4, warm-up and decay. Leaves it in eval mode."""
     optimiser = torch.optim.AdamW(subject.model.parameters(), 3e-3)
     for step in range(steps):
         for group in optimiser.param_groups:
@@ -143,8 +152,6 @@ def demo_gpt(
         optimiser.step()
         on_step(step + 1, steps)
     subject.model.eval()
-    register(subject.model)
-    return subject
 
 
 def demo_minilm(context: int, samples: int, text: Optional[str] = None) -> Subject:

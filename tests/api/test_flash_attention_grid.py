@@ -178,7 +178,7 @@ def test_flash_attn_varlen_output_full(seqlens, d):
     [
         ({"causal": False}, "out: largest error"),
         ({"causal": True, "softmax_scale": 1.3 * 64**-0.5}, "out: largest error"),
-        ({"causal": True, "dout_dtype": torch.float8_e5m2}, "dq: RMS error 1.1.* at most 1.1"),
+        ({"causal": True, "dout_dtype": torch.float8_e5m2}, "dq: RMS error 1.1.* at most 1.138"),
     ],
     ids=["mask", "scale", "a bit less"],
 )

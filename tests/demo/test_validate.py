@@ -2,6 +2,7 @@
 
 import dataclasses
 import html.parser
+import io
 import json
 
 import pytest
@@ -95,6 +96,45 @@ def test_planted_outliers_in_all_heads_mean_the_layer():
     assert results[steps.POLICY]["kl"] < 0.5 * results["mxfp8"]["kl"]
     damage = steps.alone(subject, list(figures.layers), nothing)
     assert max(damage, key=damage.get) == "model.layers.1.self_attn"
+
+
+def test_layers_are_added_until_the_output_is_within_its_limit():
+    """No layer exceeds its own limit but the output does: the most damaging ones go first, and the search stops."""
+    subject = subject_of(small_decoder(layers=2))
+    damage = steps.alone(subject, list(layers_of(subject)), nothing)
+    worst, other = sorted(damage, key=damage.get, reverse=True)
+    progress = report.Progress(validate.WEIGHTS, io.StringIO())
+
+    def found_with(limit):
+        limits = recommend.Limits(perplexity=limit)
+        return [f.name for f in validate.measure(subject, progress, 1, limits).findings]
+
+    schemes = {
+        name: ("mxfp8", famx.Policy(layers=tuple(famx.LayerRule(layer) for layer in kept)))
+        for name, kept in (("none", ()), ("worst", (worst,)))
+    }
+    results = steps.outputs(subject, schemes, nothing)
+    change = {
+        n: abs(r["perplexity"] / results["fp32"]["perplexity"] - 1) for n, r in results.items()
+    }
+    assert found_with(1.01 * change["none"]) == []
+    assert found_with(0.0) == [worst, other]
+    if change["worst"] < 0.9 * change["none"]:
+        assert found_with((change["worst"] + change["none"]) / 2) == [worst]
+
+
+def test_budget_of_the_output():
+    """Perplexity may not change by more than 1 % either way; an encoder's lowest cosine is at least 0.99."""
+    within = [
+        recommend.within_budget({"perplexity": x}, {"perplexity": 10.0}, recommend.Limits())
+        for x in (9.85, 9.95, 10.05, 10.15)
+    ]
+    assert within == [False, True, True, False]
+    cosines = [
+        recommend.within_budget({"cosine_min": x}, {"cosine_min": 1.0}, recommend.Limits())
+        for x in (0.991, 0.989)
+    ]
+    assert cosines == [True, False]
 
 
 def test_overflowing_layer_is_found():
@@ -380,6 +420,115 @@ def test_encoder_pieces_have_the_tokenizers_marks():
     assert set(pieces[:, 0].tolist()) == {tokenizer.cls_token_id}
     assert set(pieces[:, -1].tolist()) == {tokenizer.sep_token_id}
     assert pieces[:, 1:-1].flatten().tolist() == ids[: len(ids) // 14 * 14]
+
+
+def test_layers_that_mxfp8_does_not_serve_are_told():
+    """A layer that stays in high precision in the MXFP8 run would look perfect: it is in a note, not in the tables."""
+    from transformers import AttentionInterface
+
+    from flash_attn_mx.integrations import transformers as integration
+
+    def capped_in_layer_1(module, *args, **options):
+        cap = 30.0 if module.layer_idx == 1 else None
+        return integration.attention(module, *args, softcap=cap, **options)
+
+    subject = subject_of(small_decoder(layers=2))
+    figures = steps.Figures({}, {}, {}, {}, {}, {})
+    AttentionInterface.register(integration.NAME, capped_in_layer_1)
+    try:
+        calls = validate._measurable(steps.capture(subject), subject, figures)
+        assert list(calls) == ["model.layers.0.self_attn"]
+        assert "MXFP8 serves 1 of 2 attention layers" in figures.notes[0]
+        assert "softcap: not computed by the MXFP8 paths" in figures.notes[0]
+    finally:
+        AttentionInterface.register(integration.NAME, integration.attention)
+    figures = steps.Figures({}, {}, {}, {}, {}, {})
+    assert len(validate._measurable(steps.capture(subject), subject, figures)) == 2
+    assert figures.notes == []
+
+
+def test_model_that_mxfp8_never_serves_is_unsuitable():
+    """Heads of 320: everything runs in high precision, and there is nothing to say about MXFP8."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1,
+                         num_key_value_heads=1, head_dim=320, attn_implementation="sdpa")  # fmt: skip
+    config.head_dim = 320
+    subject = subject_of(Qwen2ForCausalLM(config).eval(), length=16)
+    with pytest.raises(subjects.Unsuitable, match="serves none of its 1 .* head_dim above 256"):
+        validate._measurable(steps.capture(subject), subject, None)
+
+
+def test_attention_dropout_is_told():
+    """GPT-2 drops attention weights in training, which MXFP8 does not: in training it would not be MXFP8 at all."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    notes = {}
+    for dropout in (0.1, 0.0):
+        torch.manual_seed(0)
+        config = GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=2, n_positions=64, attn_pdrop=dropout,
+                            attn_implementation="sdpa")  # fmt: skip
+        subject = subject_of(GPT2LMHeadModel(config).eval())
+        figures = steps.Figures({}, {}, {}, {}, {}, {})
+        validate._measurable(steps.capture(subject), subject, figures)
+        notes[dropout] = figures.notes
+        assert not subject.model.training
+    assert notes[0.0] == [] and "In training mode MXFP8 serves 0 of 2" in notes[0.1][0]
+    assert "dropout_p = 0.1" in notes[0.1][0]
+
+
+@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "T5EncoderModel"])
+def test_encoder_decoder_is_refused(name, tmp_path, capsys):
+    """Exit status 2 and one line that says what is expected."""
+    import transformers
+
+    config = transformers.T5Config(
+        vocab_size=64, d_model=64, d_kv=32, d_ff=64, num_layers=1, num_heads=2
+    )
+    saved_model(tmp_path, getattr(transformers, name)(config))
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog, and then it sleeps. " * 20)
+    arguments = ["--model", str(tmp_path), "--text", str(text), "--context", "32"]
+    assert validate.main([*arguments, "--out", str(tmp_path / "out")]) == 2
+    assert "expected a decoder" in capsys.readouterr().err
+
+
+def bytes_model(name):
+    """A small model of 4 layers over bytes: no rotary embedding, normalised q and k, or a window."""
+    import transformers
+
+    sizes = dict(vocab_size=256, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=128, attn_implementation="sdpa")  # fmt: skip
+    if name == "gpt2":
+        config = transformers.GPT2Config(vocab_size=256, n_embd=128, n_layer=4, n_head=4, n_positions=128, attn_pdrop=0.0,
+                                         embd_pdrop=0.0, resid_pdrop=0.0, attn_implementation="sdpa")  # fmt: skip
+        return transformers.GPT2LMHeadModel(config)
+    if name == "qwen3":
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, head_dim=64))
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, sliding_window=40))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "mistral-window"])
+def test_healthy_architectures_are_far_from_the_limits(name):
+    """Other architectures, trained for a moment: no layer is found, errors of O below 0.07 and of gradients below 0.2."""
+    from flash_attn_mx.demo import training
+
+    torch.manual_seed(0)
+    text = training.english_text()
+    pieces = text[: len(text) // 128 * 128].view(-1, 128)
+    pieces = pieces[torch.randperm(len(pieces))][:400]
+    held_out, rest = subjects._split(pieces, 4, "of bytes")
+    model = bytes_model(name)
+    subject = subjects.Subject(name, model, "causal", held_out, rest, 1e-3, "made for a test")
+    subjects.train_briefly(subject, 100, nothing)
+    subjects.register(model)
+    findings, figures = found(subject)
+    assert findings == [] and len(figures.layers) == 4
+    errors = {
+        t: max(x["errors"][t] for x in figures.layers.values()) for t in ("O", "dQ", "dK", "dV")
+    }
+    assert errors["O"] < 0.07 and max(errors[t] for t in ("dQ", "dK", "dV")) < 0.2, errors
 
 
 @pytest.mark.slow
