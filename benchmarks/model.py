@@ -112,7 +112,8 @@ def backward_bounds(
 ) -> dict[str, float]:
     """Cycles per 128x128 tile of attn_bwd (docs/backward.md) in one CTA of a pair."""
     # Of 256 rows the products read half a right operand from each CTA: none waits for shared memory.
-    products = 2 * _mma(head_dim // 32, TILE, True) + 3 * _mma(4, head_dim, True)
+    # One block more than 2 · D: delta.
+    products = _mma(2 * (head_dim // 32) + 1, TILE, True) + 3 * _mma(4, head_dim, True)
     return {
         "tensor": products,
         **_pipes(counts, 2, chip),
