@@ -18,6 +18,8 @@ real tokens are gathered to the front and run as packed sequences, with sizes th
 waits for the device and torch.compile makes one graph.
 """
 
+import importlib.metadata
+import inspect
 from typing import Callable, NamedTuple, Optional, Union
 
 import torch
@@ -30,7 +32,8 @@ from ..interface import flash_attn_func, flash_attn_varlen_func
 
 NAME = "flash_attn_mx"
 LAYER_ATTRIBUTE = "_flash_attn_mx_layer"
-_HINT = "pip install 'transformers>=5'"
+_HINT = "pip install 'transformers>=5.10'"
+_NEEDS = "flash_attn_mx.integrations.transformers needs transformers >= 5.10"
 
 # Arguments of attention functions that change the result and that are not served here.
 _REFUSED = (
@@ -55,20 +58,18 @@ def register() -> None:
     Raises: ImportError (transformers missing, or of a version without the interfaces).
     """
     try:
-        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
         from transformers import modeling_flash_attention_utils as flash_utils
     except ImportError as error:
-        raise ImportError(
-            f"flash_attn_mx.integrations.transformers needs transformers >= 5: {_HINT} ({error})"
-        ) from error
+        raise ImportError(f"{_NEEDS}: {_HINT} ({error})") from error
+    load = getattr(flash_utils, "_lazy_imports", None)
+    # Before 5.10 or so mask functions got the positions of the queries instead of their number.
+    if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters or load is None:
+        version = importlib.metadata.version("transformers")
+        raise ImportError(f"{_NEEDS}, got {version}: {_HINT}")
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, make_mask)
     # A name with "flash" in it makes transformers load functions of that name, from its hub if need be.
-    load = getattr(flash_utils, "_lazy_imports", None)
-    if load is None:
-        raise ImportError(
-            f"flash_attn_mx.integrations.transformers does not know this version of transformers: {_HINT}"
-        )
     if getattr(load, "serves", None) == NAME:
         return
 

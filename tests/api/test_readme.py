@@ -32,7 +32,7 @@ def test_readme_snippet_runs(snippet, capsys, tmp_path, monkeypatch):
     """Each Python block stands alone."""
     monkeypatch.chdir(tmp_path)
     if "transformers" in snippet:
-        pytest.importorskip("transformers", minversion="5")
+        pytest.importorskip("transformers", minversion="5.10")
     exec(compile(snippet, "snippet", "exec"), {"__name__": "snippet"})
 
 

@@ -70,7 +70,7 @@ def test_c49_drop_in_matrix_is_generated_from_code():
 
 def test_c42_transformers_matrix_is_generated_from_code():
     """C12, C13, C42, C44: masks, windows and options of transformers, forward and backward, against its own mask."""
-    pytest.importorskip("transformers", minversion="5")
+    pytest.importorskip("transformers", minversion="5.10")
     assert shown("docs/integrations.md", "transformers") == support.hugging_face()
 
 
@@ -96,7 +96,7 @@ def drop_ins():
 
 
 def transformers_rows():
-    pytest.importorskip("transformers", minversion="5")
+    pytest.importorskip("transformers", minversion="5.10")
     rows = {row.name: row for row in support._hugging_face_rows()}
     return {name: support.try_hugging_face(row) for name, row in rows.items() if name not in SLOW}
 
@@ -203,7 +203,7 @@ def test_every_option_of_a_drop_in_that_is_lost_is_seen(kind):
 @pytest.mark.parametrize("lost", ["attention_mask", "local_size", "mask_function", "q_offset"])
 def test_transformers_probe_sees_a_mask_that_is_lost(monkeypatch, lost):
     """Padding, a window, a pattern or an offset that does not arrive."""
-    pytest.importorskip("transformers", minversion="5")
+    pytest.importorskip("transformers", minversion="5.10")
     from flash_attn_mx.integrations import transformers as ours
 
     make_mask = ours.make_mask
@@ -219,7 +219,7 @@ def test_transformers_probe_sees_a_mask_that_is_lost(monkeypatch, lost):
 
 @pytest.mark.parametrize("lost", ["dropout", "softcap", "s_aux", "position_bias"])
 def test_transformers_probe_sees_an_option_that_is_lost(monkeypatch, lost):
-    pytest.importorskip("transformers", minversion="5")
+    pytest.importorskip("transformers", minversion="5.10")
     from flash_attn_mx.integrations import transformers as ours
 
     attention = ours.attention

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", minversion="5")
+transformers = pytest.importorskip("transformers", minversion="5.10")
 
 import flash_attn_mx as famx  # noqa: E402
 from flash_attn_mx.integrations import transformers as ours  # noqa: E402
