@@ -40,7 +40,9 @@ def test_alias_is_flash_attn_mx_func(alias, device, head_dim, causal):
 
 
 def test_alias_e5m2(alias, device):
-    """E5M2 payloads are taken too."""
+    """E5M2 payloads are taken too, on the portable path."""
+    if famx.get_backend() == "emulator":
+        pytest.skip("no sm_100 kernel takes E5M2")
     data, scales, mx = operands(dtype=torch.float8_e5m2)
     compare.assert_equal_bits(alias(*data, *scales), famx.flash_attn_mx_func(*mx))
 
