@@ -250,10 +250,11 @@ def judge(figures, findings, policy, limits):
         return verdicts, ("good", "Use MXFP8 attention with the policy file.",
                           f"{len(policy.layers)} of {len(figures.layers)} layers should stay in high precision, wholly or in some heads; "
                           f"{recommend.share_in_mxfp8(figures, findings):.0%} of the heads run in MXFP8.")  # fmt: skip
+    partly = any(note.startswith("MXFP8 serves ") for note in figures.notes)
     return verdicts, (
         "good",
-        "Use MXFP8 attention everywhere.",
-        "No layer needs high precision; output, gradients and fine-tuning agree with fp32.",
+        f"Use MXFP8 attention {'in every layer that it serves' if partly else 'everywhere'}.",
+        f"No {'other ' if partly else ''}layer needs high precision; output, gradients and fine-tuning agree with fp32.",
     )
 
 
