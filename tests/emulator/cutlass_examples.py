@@ -74,23 +74,40 @@ def check_tutorial(text, memory, o):
 
 
 def unpack_scales(atoms, rows, blocks):
-    """512-byte atoms of 128 rows by 4 blocks, blocks fastest -> (rows, blocks) factors."""
+    """512-byte atoms of 128 rows by 4 blocks, blocks fastest -> (rows, blocks) bytes."""
     x = atoms.reshape(rows // 128, blocks // 4, 32, 4, 4).permute(0, 3, 2, 1, 4)
-    return torch.exp2(x.reshape(rows, blocks).double() - 127)
+    return x.reshape(rows, blocks)
 
 
-def check_mixed_gemm(text, memory, o):
-    """72c: (e4m3 A * scales) @ (e2m1 B * scales)^T -> bf16; its own verification compares every bit."""
+def e2m1(memory, number, rows, k):
+    codes = memory(number, torch.uint8, rows, k // 2).long()
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.double)
+    x = torch.stack([codes & 15, codes >> 4], -1).reshape(rows, k)
+    return torch.where(x < 8, 1, -1) * values[x & 7]
+
+
+def check_gemm(text, memory, o, operand_a, vector, decode):
+    """A @ B^T -> bf16 with an e2m1 B and a scale per `vector` of K; its own verification compares every bit."""
     m, n, k = o["m"], o["n"], o["k"]
-    a = memory(0, F8, m, k).double()
-    codes = memory(1, torch.uint8, n, k // 2).long()
-    e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.double)
-    b = torch.stack([codes & 15, codes >> 4], -1).reshape(n, k)
-    b = torch.where(b < 8, 1, -1) * e2m1[b & 7]
-    a = a * unpack_scales(memory(5, torch.uint8, m * k // 32), m, k // 32).repeat_interleave(32, 1)
-    b = b * unpack_scales(memory(6, torch.uint8, n * k // 32), n, k // 32).repeat_interleave(32, 1)
+
+    def scaled(x, number):
+        bytes_ = memory(number, torch.uint8, len(x) * k // vector)
+        scales = decode(unpack_scales(bytes_, len(x), k // vector))
+        return x * scales.repeat_interleave(vector, 1)
+
+    a, b = scaled(operand_a(memory, 0, m, k), 5), scaled(e2m1(memory, 1, n, k), 6)
     error = distance(memory(3, torch.bfloat16, m, n), a @ b.T)
     return "Disposition: Passed" in text and error < 3e-3, f"out {error:.1e}"
+
+
+def check_mixed_gemm(*a):
+    """72c: e4m3 x e2m1, UE8M0 scales of 32."""
+    return check_gemm(*a, lambda memory, i, *shape: memory(i, F8, *shape).double(), 32, lambda x: torch.exp2(x.double() - 127))  # fmt: skip
+
+
+def check_nvfp4_gemm(*a):
+    """72a: e2m1 x e2m1, UE4M3 scales of 16."""
+    return check_gemm(*a, e2m1, 16, lambda x: x.view(F8).double())
 
 
 def attention(o, memory, dtype, layout):
@@ -169,6 +186,10 @@ def tutorial(source, off):
     return Example("cute/tutorial/blackwell/" + source, check_tutorial, {1: 512, 2: 1024, 3: 256}, env={"SHIM_OFF": off})  # fmt: skip
 
 
+def gemm(source, check):
+    return Example("72_blackwell_narrow_precision_gemm/" + source, check, dict(m=512, n=1024, k=512, iterations=0))  # fmt: skip
+
+
 EXAMPLES = {
     # 01 has no fence.proxy.async. In the others warps 1 to 3 wait on barriers that warp 0 alone drives on.
     "tutorial_01": tutorial("01_mma_sm100", "proxy"),
@@ -176,8 +197,8 @@ EXAMPLES = {
     "tutorial_03": tutorial("03_mma_tma_multicast_sm100", "lap"),
     "tutorial_04": tutorial("04_mma_tma_2sm_sm100", "lap"),
     "tutorial_05": tutorial("05_mma_tma_epi_sm100", "lap"),
-    "ex72c": Example("72_blackwell_narrow_precision_gemm/72c_blackwell_mixed_mxfp8_bf16_gemm", check_mixed_gemm,
-                     dict(m=512, n=1024, k=512, iterations=0)),
+    "ex72a": gemm("72a_blackwell_nvfp4_bf16_gemm", check_nvfp4_gemm),
+    "ex72c": gemm("72c_blackwell_mixed_mxfp8_bf16_gemm", check_mixed_gemm),
     "ex77_fwd_fp16": ex77("", h=2, k=384),
     "ex77_fwd_fp16_causal": ex77("", mask="causal"),
     "ex77_fwd_fp16_d64_gqa": ex77("", h=4, h_k=2, d=64),
