@@ -2,16 +2,11 @@
 // more.
 #pragma once
 
-#include "memory.h"
+#include "async.h"
 
 namespace flash_attn_mx::emu {
 
-// Hands an asynchronous operation over. Eager: it happens now. Otherwise it waits in its queue
-// until the scheduler runs it: in `delayed` order only when no warp can go on without it, in
-// `random` order at any time.
-void submit(Exec& x, AsyncOp&& op);
-void perform(Cluster& cl, AsyncOp& op);  // runs it now
-std::string where(const Exec& x);        // "line N opcode (CTA c warp w)"
+std::string where(const Exec& x);  // "line N opcode (CTA c warp w)"
 
 struct RunResult {
   std::string error;                 // empty = ran to completion
