@@ -35,6 +35,18 @@ class Trial(NamedTuple):
             names = ", ".join(sorted({" ".join(entry) for entry in self.ran}))
             raise Wrong(f"computed by {names}")
 
+    @property
+    def manner(self) -> str:
+        return "with notice" if self.told else "silently"
+
+    def verdict(self, served: str, path: str) -> str:
+        """The cell of a call with the right results: `served` if MXFP8 computed them, else the path that did, and its notice."""
+        if not self.ran:
+            return f"{path}, {self.manner}"
+        if self.told:
+            raise Wrong(f"a notice of {path}, which did not serve")
+        return served
+
     def refusal(self, late: bool = False) -> str:
         """The cell of a call that raised, which this package does itself before any work. late: in the backward, or torch does."""
         frame = self.error.__traceback__

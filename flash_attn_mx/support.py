@@ -3,10 +3,11 @@
 `python -m flash_attn_mx support` prints it as Markdown; README holds a copy that tests/api/test_support.py compares.
 """
 
+import contextlib
 import importlib.util
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Callable, Optional
+from typing import Callable, Iterator, Optional
 
 import torch
 import torch.nn.functional as F
@@ -254,33 +255,35 @@ def _same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 def _cell(feature: Feature, trial: Trial, exact_heads: list[int]) -> str:
     """What the heads that are exact, and the notices, make of a call that was served."""
-    if not trial.ran:
-        if len(exact_heads) < feature.heads[0]:
-            raise Wrong("not high precision")
-        return f"high precision, {'with notice' if trial.told else 'silently'}"
-    if 0 in feature.seqlens or not feature.keeps:
-        if trial.told:
-            raise Wrong("a notice of high precision, which did not serve")
-        return "yes"
+    if not trial.ran and len(exact_heads) < feature.heads[0]:
+        raise Wrong("not high precision")
+    if not trial.ran or 0 in feature.seqlens or not feature.keeps:
+        return trial.verdict("yes", "high precision")
     if exact_heads == list(feature.keeps):
-        return f"yes, that head in high precision, {'with notice' if trial.told else 'silently'}"
+        return f"yes, that head in high precision, {trial.manner}"
     if exact_heads or trial.told:
         raise Wrong(f"heads {exact_heads} in high precision")
     return "no effect (policies act on auto)"
+
+
+@contextlib.contextmanager
+def _notices() -> Iterator[None]:
+    saved = dispatch.get_fallback()
+    dispatch.set_fallback("warn")
+    try:
+        yield
+    finally:
+        dispatch.set_fallback(saved)
 
 
 def matrix() -> str:
     """The matrix as a Markdown table."""
     columns = (ANYTHING, *BACKENDS)
     lines = [f"| feature | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    saved = dispatch.get_fallback()
-    dispatch.set_fallback("warn")
-    try:
+    with _notices():
         for feature in FEATURES:
             cells = [try_feature(feature, backend) for backend in columns]
             lines.append(f"| {feature.name} | {' | '.join(cells)} |")
-    finally:
-        dispatch.set_fallback(saved)
     return "\n".join(lines)
 
 
@@ -402,12 +405,9 @@ def _try_drop_in(row: DropIn, function: Callable, options: dict) -> str:
         raise Wrong("dtypes are not torch's")
     if trial.ran:
         trial.check_served_by("portable", backward=True)
-        if trial.told:
-            raise Wrong("a notice of torch's kernel, which did not serve")
-        return "MXFP8"
-    if not own or not _same(trial.results, want):
+    elif not own or not _same(trial.results, want):
         raise Wrong("neither MXFP8 nor torch's own result")
-    return f"torch's kernel, {'with notice' if trial.told else 'silently'}"
+    return trial.verdict("MXFP8", "torch's kernel")
 
 
 FUNCTIONS = ((F.scaled_dot_product_attention, "sdpa"), (_call_varlen, "varlen"))
@@ -416,14 +416,10 @@ FUNCTIONS = ((F.scaled_dot_product_attention, "sdpa"), (_call_varlen, "varlen"))
 def drop_ins() -> str:
     """The matrix of the drop-ins as a Markdown table."""
     lines = ["| feature | F.scaled_dot_product_attention | varlen_attn |", "|---|---|---|"]
-    saved = dispatch.get_fallback()
-    dispatch.set_fallback("warn")
-    try:
+    with _notices():
         for row in DROP_INS:
             cells = [try_drop_in(row, f, getattr(row, name)) for f, name in FUNCTIONS]
             lines.append(f"| {row.name} | {' | '.join(cells)} |")
-    finally:
-        dispatch.set_fallback(saved)
     return "\n".join(lines)
 
 
@@ -569,23 +565,16 @@ def _try_hugging_face(row: HuggingFace) -> str:
         raise Wrong("attention weights")
     if trial.ran:
         trial.check_served_by("portable", backward=True)
-        if trial.told:
-            raise Wrong("a notice of high precision, which did not serve")
-        return "MXFP8"
-    if max(max(heads) for heads in by_head) > 1e-5:
+    elif max(max(heads) for heads in by_head) > 1e-5:
         raise Wrong("not high precision")
-    return f"high precision, {'with notice' if trial.told else 'silently'}"
+    return trial.verdict("MXFP8", "high precision")
 
 
 def hugging_face() -> str:
     """The matrix of the transformers integration as a Markdown table."""
     lines = ['| feature | attn_implementation="flash_attn_mx" |', "|---|---|"]
-    saved = dispatch.get_fallback()
-    dispatch.set_fallback("warn")
-    try:
+    with _notices():
         lines += [f"| {row.name} | {try_hugging_face(row)} |" for row in _hugging_face_rows()]
-    finally:
-        dispatch.set_fallback(saved)
     return "\n".join(lines)
 
 

@@ -80,14 +80,10 @@ class Variant(NamedTuple):
 
 
 VARIANTS = (Variant(), Variant("first to last", fold=True), Variant("last to first", factor=448.0))
-EVERY_VARIANT = (
-    *VARIANTS,
-    *itertools.starmap(
-        Variant,
-        itertools.product((None, "first to last", "last to first"), (1.0, 448.0), (False, True)),
-    ),
-    *(Variant(nudge=seed) for seed in range(1, 9)),
-)
+_CHOICES = itertools.product((None, "first to last", "last to first"), (1.0, 448.0), (False, True))
+_NUDGED = tuple(Variant(nudge=seed) for seed in range(1, 9))
+# VARIANTS first, and each once.
+EVERY_VARIANT = tuple(dict.fromkeys((*VARIANTS, *itertools.starmap(Variant, _CHOICES), *_NUDGED)))
 _variants = VARIANTS
 
 
