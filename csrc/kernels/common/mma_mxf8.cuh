@@ -80,12 +80,7 @@ FAMX_DEVICE uint64_t plain_tile_descriptor(uint32_t smem, uint32_t to_second) {
 
 // An atom of scales (common/sf_layout.cuh) as the source of tcgen05.cp: 32 rows of 16 bytes, no swizzle.
 FAMX_DEVICE uint64_t scale_atom_descriptor(uint32_t smem) {
-  cute::UMMA::SmemDescriptor d{};
-  d.version_ = 1;
-  d.start_address_ = uint16_t(smem >> 4);
-  d.leading_byte_offset_ = 1;
-  d.stride_byte_offset_ = 8 * 16 >> 4;
-  return d.desc_;
+  return plain_tile_descriptor(smem, 16);  // no second half: any distance does
 }
 
 // One instruction; one thread issues it. accumulate = false ignores what D holds.
