@@ -22,10 +22,9 @@ void write_lane(Exec& x, const Operand& o, int lane, const uint8_t* p, uint32_t 
 }
 
 // What names a flag: warps may reach one word through shared and through generic addresses.
-uint64_t flag_address(const Exec& x, Space s, uint64_t a) {
+uint64_t flag_address(Space s, uint64_t a) {
   const bool shared = s == Space::Shared || s == Space::SharedCluster ||
                       (s == Space::Generic && (a & kWinMask) == kWinShared);
-  (void)x;
   return shared ? (uint32_t)a | kWinShared : a;
 }
 
@@ -40,7 +39,7 @@ void do_ld(Exec& x, const Instr& in,
   uint8_t buf[32][64];
   for (uint32_t b = mask; b; b &= b - 1) {
     int l = first_lane(b);
-    if (strong) x.cl->race->flag_read(*x.w, flag_address(x, (Space)in.aux[0], a[l]));
+    if (strong) x.cl->race->flag_read(*x.w, flag_address((Space)in.aux[0], a[l]));
     std::memcpy(buf[l], resolve(x, (Space)in.aux[0], a[l], eb * n, Access::Read, l).p, eb * n);
   }
   for (uint32_t b = mask; b; b &= b - 1) {
@@ -74,7 +73,7 @@ void do_st(Exec& x, const Instr& in, uint32_t mask) {
   for (uint32_t b = mask; b; b &= b - 1) {
     int l = first_lane(b);
     Ref r = resolve(x, (Space)in.aux[0], a[l], eb * n, Access::Write, l);
-    if (strong) x.cl->race->flag_released(*x.w, flag_address(x, (Space)in.aux[0], a[l]));
+    if (strong) x.cl->race->flag_released(*x.w, flag_address((Space)in.aux[0], a[l]));
     if (r.cta && x.cl->pending_reads) check_no_pending_read(*x.cl, *r.cta, r.off, eb * n, "store");
     uint8_t buf[64];
     for (uint32_t k = 0; k < n; ++k) store_value(x, elems[k], l, buf + k * eb, eb);
@@ -196,7 +195,7 @@ void do_atom(Exec& x, const Instr& in,
     int l = first_lane(b);
     Ref r = resolve(x, sp, a[l], eb * n, Access::Atomic, l);
     if (flag) {
-      const uint64_t f = flag_address(x, sp, a[l]);
+      const uint64_t f = flag_address(sp, a[l]);
       if (!red) x.cl->race->flag_read(*x.w, f);
       x.cl->race->flag_released(*x.w, f);
     }
